@@ -1,0 +1,429 @@
+"""Step 2: write a checkpoint, the file that a model is loaded from.
+
+You learn what a `state_dict` is, and the two forms it has on disk: one `.pt` file, and shards of safetensors
+with an index, the form in which large models are published.
+Writes `artifacts/model_config.json`, `artifacts/tiny_transformer.pt` and `artifacts/tiny_transformer/`;
+prints what it wrote.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from step01_model_def.model_def import (
+    CONFIGS,
+    SEED,
+    TinyTransformerClassifier,
+    config_problems,
+    count_parameters,
+    format_bytes,
+    run_script,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+ARTIFACTS = ROOT / "artifacts"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read as asked: says what is wrong, in which file, and the mend."""
+
+
+# --- where things are -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckpointPaths:
+    """Where one configuration's checkpoint is: its config, its weights in one file, its weights in shards."""
+
+    config: Path
+    weights: Path
+    shards: Path
+
+
+def checkpoint_paths(config_name: str = "tiny") -> CheckpointPaths:
+    """Say where the checkpoint of a configuration is, whether it exists or not."""
+    folder = ARTIFACTS if config_name == "tiny" else ARTIFACTS / config_name
+    name = f"{config_name}_transformer"
+    return CheckpointPaths(folder / "model_config.json", folder / f"{name}.pt", folder / name)
+
+
+def relative(path: Path) -> str:
+    """Write a path as seen from the repository, the same on every machine."""
+    path = Path(path)
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+def parse_size(size: int | str) -> int:
+    """Read a number of bytes: `4096`, `"200KB"` (200 * 1000), `"10GiB"` (10 * 1024**3).
+
+    Raises ValueError for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?\s*", str(size), re.IGNORECASE)
+    if match is None or isinstance(size, bool):
+        raise ValueError(f"{size!r} is not a size; write it like 4096, '200KB', '1.5GB' or '10GiB'")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
+
+
+# --- writing: whole or not at all -------------------------------------------------------------------------
+
+
+@contextmanager
+def write_whole(path: Path):
+    """Give a temporary path to write a file or a folder at; put it in the place of `path` once it is complete.
+
+    Whatever happens before that, `path` keeps its old content. Raises OSError when the disk is full or
+    read-only, saying so.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(partial)  # left by a run that was killed
+        yield partial
+        flush_to_disk(partial)
+        replace_folder(partial, path) if partial.is_dir() else partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"cannot write {relative(path)} ({error}); what was there before is untouched. "
+            "Free some space on the disk, or make the folder writable, and run the command again"
+        ) from error
+    finally:
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        path.unlink()
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until the files are on the disk, so that a power cut after the rename cannot leave them empty."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb+") as stream:
+                os.fsync(stream.fileno())
+
+
+def parked_folder(folder: Path) -> Path:
+    """Name the place where an older folder waits while its successor is put in its place."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Put the folder `new` in the place of `folder`.
+
+    A folder that has files cannot be replaced by one rename. Killed between the two, there is no `folder`,
+    and `recover_folder` brings the old one back.
+    """
+    recover_folder(folder)
+    if folder.exists():
+        folder.rename(parked_folder(folder))
+    new.rename(folder)
+    remove(parked_folder(folder))
+
+
+def recover_folder(folder: Path) -> None:
+    """Finish a `replace_folder` that was killed: the old folder comes back unless the new one is there."""
+    parked = parked_folder(folder)
+    if folder.exists():
+        remove(parked)
+    elif parked.exists():
+        parked.rename(folder)
+
+
+# --- a sharded checkpoint ---------------------------------------------------------------------------------
+
+
+def find_aliases(state_dict: dict) -> dict[str, str]:
+    """Find the names that stand for a tensor which an earlier name already holds: alias -> first name."""
+    first_name, aliases = {}, {}
+    for name, tensor in state_dict.items():
+        view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        place = (tensor.device, tensor.data_ptr(), view)
+        if tensor.numel() and place in first_name:
+            aliases[name] = first_name[place]
+        else:
+            first_name[place] = name
+    return aliases
+
+
+def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
+    """Fill shards in order, each up to `max_shard_size` bytes; a larger tensor gets a shard of its own."""
+    shards, room = [], -1
+    for name, size in sizes.items():
+        if size > room:
+            shards.append([])
+            room = max_shard_size
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def unsavable(state_dict: dict) -> list[str]:
+    """Say what in a state dict cannot be written to safetensors, one text a problem, with the full name."""
+    problems = []
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor):
+            problems.append(f"{name}: a {type(tensor).__name__}, not a tensor")
+        elif tensor.is_meta:
+            problems.append(f"{name}: on the meta device, it has no values; load the weights first")
+        elif tensor.layout != torch.strided:
+            problems.append(f"{name}: layout {tensor.layout}; make it dense with .to_dense()")
+        elif name == "__metadata__":
+            problems.append(f"{name}: a name that the file format keeps for itself")
+        elif not is_storable(tensor.dtype):
+            problems.append(f"{name}: safetensors has no name for {tensor.dtype}; convert it first")
+    return problems
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Ask safetensors whether it can write this dtype."""
+    try:
+        safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, SafetensorError):
+        return False
+    return True
+
+
+def storable_tensors(stored: dict, names: list[str]) -> dict:
+    """Take the tensors of one shard as safetensors wants them: on the CPU, contiguous, none inside another."""
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
+    tensors = {}
+    for name in names:
+        tensor = stored[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        overlaps = uses[tensor.untyped_storage().data_ptr()] > 1
+        tensors[name] = tensor.clone() if overlaps else tensor
+    return tensors
+
+
+def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int | str = "100MB") -> dict:
+    """Write a state dict as `model-00001-of-0000N.safetensors` files and an index; returns the index.
+
+    The index has `weight_map` (tensor name -> file) and `metadata.total_size` (bytes). A tensor with several
+    names (tied weights) is written once, under its first name; each other name is in the header of that file,
+    as `safetensors.torch.save_model` records it: `__metadata__[alias] = name`.
+    An older checkpoint in `folder` is replaced as a whole; other files there are kept. In memory there is
+    never more than the state dict and one shard. The form is Hugging Face's own: Transformers and Accelerate
+    read it.
+    Raises CheckpointError, before anything is written, naming every tensor that cannot be stored; OSError
+    when the disk refuses.
+    """
+    folder, limit = Path(folder), parse_size(max_shard_size)
+    problems = unsavable(state_dict)
+    if limit < 1:
+        problems.append(f"max_shard_size={max_shard_size!r} leaves no room for a tensor")
+    if problems:
+        raise CheckpointError(f"cannot save to {relative(folder)}:\n  " + "\n  ".join(problems))
+    aliases = find_aliases(state_dict)
+    stored = {name: tensor for name, tensor in state_dict.items() if name not in aliases}
+    sizes = {name: tensor.nbytes for name, tensor in stored.items()}
+    shards = plan_shards(sizes, limit)
+    weight_map = {}
+    with write_whole(folder) as partial:
+        keep_other_files(folder, partial)
+        for number, names in enumerate(tqdm(shards, desc="shards", unit="file", disable=None), start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            here = {alias: name for alias, name in aliases.items() if name in names}
+            tensors = storable_tensors(stored, names)
+            safetensors.torch.save_file(tensors, partial / file, metadata={"format": "pt", **here})
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (partial / INDEX_NAME).write_text(json.dumps(index, indent=2))
+        for file in set(weight_map.values()):  # safetensors makes files that only their owner can read
+            shutil.copymode(partial / INDEX_NAME, partial / file)
+    return index
+
+
+def keep_other_files(folder: Path, partial: Path) -> None:
+    """Start the new folder with what is in the old one, apart from its weights: a tokenizer, a config."""
+    partial.mkdir()
+    if folder.is_dir():
+        weights = shutil.ignore_patterns("model*.safetensors", INDEX_NAME)
+        shutil.copytree(folder, partial, ignore=weights, symlinks=True, dirs_exist_ok=True)
+
+
+# --- reading it back, safely ------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON file that holds one object; a name that stands twice in it is refused, not dropped."""
+
+    def refuse_duplicates(pairs):
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"names stand twice: {sorted({n for n in names if names.count(n) > 1})}")
+        return dict(pairs)
+
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{relative(path)} is not readable JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{relative(path)} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_index(index_file: Path) -> dict[str, Path]:
+    """Read an index and say in which file each tensor is: tensor name -> path of its shard.
+
+    Raises CheckpointError, with everything wrong in one message, when it is not an index, when a file it
+    names is absent, or when one lies outside the index's own folder (`../`, an absolute path, a link out).
+    """
+    folder = Path(index_file).parent
+    weight_map = read_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{relative(index_file)} has no `weight_map` from tensor names to file names")
+    problems = []
+    for file in sorted(set(weight_map.values())):
+        if "\0" in file or not (folder / file).resolve().is_relative_to(folder.resolve()):
+            problems.append(f"{file!r} lies outside the checkpoint's folder; refused")
+        elif not (folder / file).is_file():
+            problems.append(f"{file!r} is absent")
+    if problems:
+        raise CheckpointError(f"{relative(index_file)} names files that cannot be read: " + "; ".join(problems))
+    return {name: folder / file for name, file in weight_map.items()}
+
+
+def open_shard(file: Path):
+    """Open a safetensors file: its names and shapes are read now, its tensors when asked for.
+
+    Raises CheckpointError when it is truncated or is no safetensors file.
+    """
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{relative(file)} is not a whole safetensors file ({error})") from error
+
+
+# --- the lesson's checkpoint ------------------------------------------------------------------------------
+
+
+def build_model(config_name: str = "tiny") -> TinyTransformerClassifier:
+    """Build the seeded model of a configuration in eval mode; the caller's random numbers are not disturbed."""
+    if config_name not in CONFIGS or config_name == "giant":
+        buildable = [name for name in CONFIGS if name != "giant"]
+        raise ValueError(f"config {config_name!r} has no checkpoint; choose one of {buildable}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return TinyTransformerClassifier(**CONFIGS[config_name]).eval()
+
+
+def build_checkpoint(config_name: str = "tiny", max_shard_size: int | str | None = None) -> dict:
+    """Write the config, the `.pt` file and the shards of one configuration; returns the shards' index."""
+    paths, model = checkpoint_paths(config_name), build_model(config_name)
+    if max_shard_size is None:
+        max_shard_size = "200KB" if config_name == "tiny" else "100MB"
+    index = save_sharded_checkpoint(model.state_dict(), paths.shards, max_shard_size)
+    with write_whole(paths.weights) as partial, partial.open("wb") as stream:
+        torch.save(model.state_dict(), stream)
+    with write_whole(paths.config) as partial:
+        partial.write_text(json.dumps(CONFIGS[config_name], indent=2) + "\n")
+    return index
+
+
+def rebuild_command(config_name: str) -> str:
+    """Write the command that builds a configuration's checkpoint anew."""
+    option = "" if config_name == "tiny" else f" --config {config_name}"
+    return f"python step02_checkpoint/build_checkpoint.py{option}"
+
+
+def load_config(path: Path) -> dict:
+    """Read a model's configuration; raises CheckpointError with everything that is wrong in it."""
+    config = read_json(path)
+    expected = CONFIGS["tiny"].keys()
+    problems = [f"{name} is missing" for name in expected - config.keys()]
+    problems += [f"{name} is unknown" for name in config.keys() - expected]
+    problems = sorted(problems) or config_problems(**config)
+    if problems:
+        raise CheckpointError(f"{relative(path)} is not a model's configuration: " + "; ".join(problems))
+    return config
+
+
+def check_checkpoint(config_name: str) -> None:
+    """Raise CheckpointError when a file of the checkpoint is damaged or belongs to another configuration."""
+    paths = checkpoint_paths(config_name)
+    config = load_config(paths.config)
+    wrong = [f"{name}={config[name]}, not {size}" for name, size in CONFIGS[config_name].items() if config[name] != size]
+    if wrong:
+        raise CheckpointError(f"{relative(paths.config)} is not the configuration `{config_name}`: " + "; ".join(wrong))
+    load_pt(paths.weights)
+    weight_map = read_index(paths.shards / INDEX_NAME)
+    for file in sorted(set(weight_map.values())):
+        named = {name for name, its_file in weight_map.items() if its_file == file}
+        if set(open_shard(file).keys()) != named:
+            raise CheckpointError(f"{relative(file)} does not hold the tensors that {INDEX_NAME} says it holds")
+
+
+def load_pt(path: Path) -> dict:
+    """Read a `.pt` file's tensors without copying them into memory, and without running code.
+
+    A `.pt` file is a pickle, and a pickle can run any program when it is read; `weights_only=True` refuses
+    everything but tensors and plain containers. With `mmap=True` the tensors are views of the file.
+    Raises CheckpointError when it is truncated, is no checkpoint, or would run code.
+    """
+    try:
+        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... by kind of damage
+        raise CheckpointError(f"{relative(path)} is damaged or is no checkpoint ({first_line(error)})") from error
+    return state_dict
+
+
+def first_line(error: Exception) -> str:
+    """Take the first line of an error: torch's own are long."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def ensure_checkpoint(config_name: str = "tiny") -> CheckpointPaths:
+    """Give the later steps a checkpoint: build it, saying so, when a part is missing; refuse a damaged one.
+
+    Raises CheckpointError that names the damaged file and the command that rebuilds it.
+    """
+    paths = checkpoint_paths(config_name)
+    recover_folder(paths.shards)
+    missing = [path for path in (paths.config, paths.weights, paths.shards) if not path.exists()]
+    if missing:
+        print(f"note={relative(missing[0])} is missing: building it as step 2 does")
+        build_checkpoint(config_name)
+    try:
+        check_checkpoint(config_name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. Build it anew: {rebuild_command(config_name)}") from error
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="tiny", choices=[name for name in CONFIGS if name != "giant"])
+    parser.add_argument("--max-shard-size", help="like 100MB; the default is 200KB for tiny")
+    args = parser.parse_args()
+    index = build_checkpoint(args.config, args.max_shard_size)
+    paths = ensure_checkpoint(args.config)
+    state_dict = load_pt(paths.weights)
+    shards = sorted(set(index["weight_map"].values()))
+    print(f"config={relative(paths.config)}")
+    print(f"checkpoint={relative(paths.weights)}")
+    print(f"parameters={sum(tensor.numel() for tensor in state_dict.values())}")
+    print(f"tensors={len(state_dict)}")
+    print(f"first_parameter_device={next(iter(state_dict.values())).device}")
+    print(f"sharded_checkpoint={relative(paths.shards)}")
+    print(f"shards={len(shards)}")
+    print(f"shard_bytes={index['metadata']['total_size']} ({format_bytes(index['metadata']['total_size'])})")
+
+
+if __name__ == "__main__":
+    run_script(main)
