@@ -310,6 +310,64 @@ def open_shard(file: Path):
         raise CheckpointError(f"{relative(file)} is not a whole safetensors file ({error})") from error
 
 
+def find_checkpoint_file(checkpoint: Path) -> Path:
+    """Find the file to start reading at: the index of a sharded folder, or the one file of weights.
+
+    Raises CheckpointError when there is none, or both and so no telling which one is meant.
+    """
+    checkpoint = Path(checkpoint)
+    if not checkpoint.is_dir():
+        if checkpoint.is_file():
+            return checkpoint
+        raise CheckpointError(f"{relative(checkpoint)} does not exist; {rebuild_command('tiny')} builds tiny's")
+    found = [checkpoint / name for name in (INDEX_NAME, "model.safetensors") if (checkpoint / name).is_file()]
+    if len(found) == 1:
+        return found[0]
+    wrong = "has both: delete the older of the two" if found else "has neither"
+    raise CheckpointError(f"{relative(checkpoint)}: a checkpoint is {INDEX_NAME} or model.safetensors; this {wrong}")
+
+
+def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Read the headers of a safetensors checkpoint (a file, an index, or a folder), not its tensors.
+
+    Returns the file that holds each tensor, by name, and the aliases (alias -> name) that were recorded.
+    Raises CheckpointError when a shard does not hold just what the index says.
+    """
+    start = find_checkpoint_file(checkpoint)
+    weight_map = read_index(start) if start.suffix == ".json" else dict.fromkeys(open_shard(start).keys(), start)
+    aliases, problems = {}, []
+    for file in sorted(set(weight_map.values())):
+        shard = open_shard(file)
+        here, named = set(shard.keys()), {name for name, its_file in weight_map.items() if its_file == file}
+        problems += [f"{name} is not in {relative(file)}" for name in sorted(named - here)]
+        problems += [f"{name} is in {relative(file)}, but not listed for it" for name in sorted(here - named)]
+        recorded = (shard.metadata() or {}).items()
+        aliases.update({alias: name for alias, name in recorded if name in here and alias not in weight_map})
+    if problems:
+        raise CheckpointError(f"{relative(start)} and its shards disagree: " + "; ".join(problems))
+    return weight_map, aliases
+
+
+def load_pt(path: Path) -> dict[str, torch.Tensor]:
+    """Read the state dict in a `.pt` file without copying it into memory, and without running code.
+
+    A `.pt` file is a pickle, and a pickle can run any program when it is read; `weights_only=True` refuses
+    everything but tensors and plain containers. With `mmap=True` the tensors are views of the file.
+    Raises CheckpointError when it is truncated, would run code, or holds something other than tensors.
+    """
+    try:
+        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # RuntimeError, UnpicklingError, EOFError, ...: one for each kind of damage
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{relative(path)} is damaged or is no checkpoint ({first_line})") from error
+    if not isinstance(state_dict, dict):
+        raise CheckpointError(f"{relative(path)} holds a {type(state_dict).__name__}, not a state_dict")
+    others = [str(name) for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise CheckpointError(f"{relative(path)} is not a state_dict: these are no tensors: {', '.join(others)}")
+    return state_dict
+
+
 # --- the lesson's checkpoint ------------------------------------------------------------------------------
 
 
@@ -362,30 +420,7 @@ def check_checkpoint(config_name: str) -> None:
     if wrong:
         raise CheckpointError(f"{relative(paths.config)} is not the configuration `{config_name}`: " + "; ".join(wrong))
     load_pt(paths.weights)
-    weight_map = read_index(paths.shards / INDEX_NAME)
-    for file in sorted(set(weight_map.values())):
-        named = {name for name, its_file in weight_map.items() if its_file == file}
-        if set(open_shard(file).keys()) != named:
-            raise CheckpointError(f"{relative(file)} does not hold the tensors that {INDEX_NAME} says it holds")
-
-
-def load_pt(path: Path) -> dict:
-    """Read a `.pt` file's tensors without copying them into memory, and without running code.
-
-    A `.pt` file is a pickle, and a pickle can run any program when it is read; `weights_only=True` refuses
-    everything but tensors and plain containers. With `mmap=True` the tensors are views of the file.
-    Raises CheckpointError when it is truncated, is no checkpoint, or would run code.
-    """
-    try:
-        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... by kind of damage
-        raise CheckpointError(f"{relative(path)} is damaged or is no checkpoint ({first_line(error)})") from error
-    return state_dict
-
-
-def first_line(error: Exception) -> str:
-    """Take the first line of an error: torch's own are long."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    tensor_files(paths.shards)
 
 
 def ensure_checkpoint(config_name: str = "tiny") -> CheckpointPaths:

@@ -6,12 +6,14 @@ why it cannot be moved anywhere. Nothing is written.
 """
 
 import argparse
-import os
+import json
+import re
 import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import psutil
 import torch
@@ -33,9 +35,19 @@ from step01_model_def.model_def import (
 )
 from step02_checkpoint.build_checkpoint import build_model
 
+MODULE = "step03_meta_build.meta_build"  # for the fresh processes in which memory is measured
+
 # --- the context ------------------------------------------------------------------------------------------
 
-_open_contexts = threading.local()  # .stack: the contexts that this thread is in, the innermost last
+
+class OpenContexts(threading.local):
+    """The contexts that a thread has entered and not left, the innermost last; each thread has its own."""
+
+    def __init__(self):
+        self.stack = []
+
+
+open_contexts = OpenContexts()
 
 
 @contextmanager
@@ -52,11 +64,10 @@ def init_on_device(device: torch.device | str, include_buffers: bool = False):
     device = torch.device(device)
     moved = WeakTensorKeyDictionary()  # a tensor registered under two names is moved once: the tie holds
     me = object()
-    stack = _open_contexts.__dict__.setdefault("stack", [])
 
     def on_register(module, name, tensor):
-        if stack_of_this_thread()[-1:] != [me] or tensor is None or is_lazy(tensor):
-            return None
+        if open_contexts.stack[-1:] != [me] or tensor is None or is_lazy(tensor):
+            return None  # another thread's or an outer context's module, or nothing to move
         if tensor not in moved:
             moved[tensor] = move_keeping_class(tensor, device)
             moved[moved[tensor]] = moved[tensor]
@@ -68,8 +79,8 @@ def init_on_device(device: torch.device | str, include_buffers: bool = False):
             cleanup.callback(register_module_buffer_registration_hook(on_register).remove)
         if device.type == "meta":
             cleanup.enter_context(StayOnMeta())
-        stack.append(me)
-        cleanup.callback(stack.remove, me)
+        open_contexts.stack.append(me)
+        cleanup.callback(open_contexts.stack.pop)
         yield
 
 
@@ -80,11 +91,6 @@ def init_empty_weights(include_buffers: bool = False):
     is in no checkpoint, and would never get its values back. The idea is Accelerate's, and the name.
     """
     return init_on_device("meta", include_buffers=include_buffers)
-
-
-def stack_of_this_thread() -> list:
-    """List the contexts that the current thread has entered and not left."""
-    return _open_contexts.__dict__.get("stack", [])
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -123,26 +129,121 @@ def rss_mb() -> float:
 
 
 def peak_rss_mb(statement: str, setup: str = "pass") -> float:
-    """Measure how far a statement raises the memory of a fresh process, in MiB, at its highest point.
+    """Measure how far a statement raises the memory of a fresh process at its highest point, in MiB.
 
-    As with `timeit`, code comes as text, since it runs in another process: what this one has already
-    allocated would hide the peak. `setup` (the imports) is not counted.
-    Raises RuntimeError with the child's own error when it fails.
+    As with `timeit`, the code comes as text, since it runs in another process: here, what was allocated
+    before would hide the peak. `setup` (the imports) is not counted. Raises RuntimeError with the other
+    process's own error when it fails.
     """
     return measure_rss(statement, setup)["peak_mb"]
 
 
 def measure_rss(statement: str, setup: str = "pass") -> dict:
-    """Run a statement in a fresh process and return how its memory grew, in MiB.
+    """Run a statement in a fresh process; returns how its memory grew, in MiB above what `setup` had taken.
 
-    `peak_mb`: the highest point. `anonymous_mb` and `file_mb`: what it had at the end; file-backed memory is
-    pages of a mapped file, which the system may take back at any time (0 where the system does not say).
-    `seconds`, `mb`: the curve over time.
+    `peak_mb`: the highest point. `curve`: pairs of seconds and MiB. `anonymous_mb` and `file_mb`: what it had
+    at the end, apart; pages of a mapped file can be taken back by the system at any time, so a peak made of
+    them needs no RAM of that size (`file_mb` is 0 where the system does not tell them apart).
     """
-    module = "step03_meta_build.meta_build"
-    code = f"import json\nfrom {module} import RssMeter\n{setup}\nwith RssMeter() as meter:\n    "
-    code += statement.replace("\n", "\n    ") + "\nprint(json.dumps(meter.result()))"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = f"import sys; from {MODULE} import measure_here; measure_here(*sys.argv[1:])"
+    child = subprocess.run([sys.executable, "-c", code, statement, setup], capture_output=True, text=True)
     if child.returncode:
         raise RuntimeError(f"the measured process failed:\n{child.stderr.strip()}")
     return json.loads(child.stdout.splitlines()[-1])
+
+
+def measure_here(statement: str, setup: str) -> None:
+    """Be the process that `measure_rss` starts: run the code and print what it took as one line of JSON."""
+    namespace, process = {}, psutil.Process()
+    exec(setup, namespace)
+    before, earlier_peak, start, curve = process.memory_info(), peak_rss_bytes(), time.perf_counter(), []
+    done = threading.Event()
+
+    def sample():
+        while not done.wait(0.005):
+            curve.append((time.perf_counter() - start, (process.memory_info().rss - before.rss) / 2**20))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    exec(statement, namespace)  # what it makes stays alive in the namespace until the end is measured
+    done.set()
+    sampler.join()
+    after, peak = process.memory_info(), peak_rss_bytes()
+    highest = max([after.rss, *([peak] if peak > earlier_peak else [])]) - before.rss
+    in_files = getattr(after, "shared", 0) - getattr(before, "shared", 0)
+    growth = {"peak_mb": highest, "file_mb": in_files, "anonymous_mb": after.rss - before.rss - in_files}
+    print(json.dumps({**{name: size / 2**20 for name, size in growth.items()}, "curve": curve}))
+
+
+def peak_rss_bytes() -> int:
+    """Read the highest RSS that this process ever had.
+
+    Not `resource.getrusage` on Linux: its `ru_maxrss` starts at the peak of the process that started this
+    one, so a child of a large notebook seems large itself.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text()).group(1))
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# --- the lesson -------------------------------------------------------------------------------------------
+
+
+def structure(model: nn.Module) -> dict:
+    """Describe a model without its values: tensor name -> (shape, dtype)."""
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
+
+
+def build_empty(config_name: str) -> TinyTransformerClassifier:
+    """Build the model of a configuration on the meta device, in eval mode: all shapes, no memory."""
+    with init_empty_weights():
+        return TinyTransformerClassifier(**CONFIGS[config_name]).eval()
+
+
+def why_not_to_cpu(model: nn.Module) -> str:
+    """Try to move a meta model to the CPU and return what PyTorch answers."""
+    try:
+        model.to("cpu")
+    except NotImplementedError as error:
+        return str(error)
+    raise RuntimeError("the model moved, so nothing of it was on the meta device")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="giant", choices=CONFIGS, help="the model that costs nothing to build")
+    args = parser.parse_args()
+
+    square = torch.empty(100_000, 100_000, device="meta")  # (100000, 100000)
+    print(f"meta_tensor_shape={list(square.shape)}")
+    print(f"meta_tensor_bytes_if_real={square.nbytes} ({format_bytes(square.nbytes)})")
+
+    random_state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = TinyTransformerClassifier(**CONFIGS["tiny"])
+    print(f"parameters={count_parameters(model)}")
+    print(f"meta_parameter_tensors={count_meta_parameters(model)}")
+    print(f"same_structure_as_the_real_model={structure(model) == structure(build_model('tiny'))}")
+    print(f"random_numbers_drawn={not torch.equal(random_state, torch.get_rng_state())}")
+    print(f"to_cpu_error={why_not_to_cpu(build_empty('tiny'))}")
+
+    before, start = rss_mb(), time.perf_counter()
+    large = build_empty(args.config)
+    seconds, grown = time.perf_counter() - start, rss_mb() - before
+    size = sum(parameter.nbytes for parameter in large.parameters())
+    print(f"{args.config}_parameters={count_parameters(large)}")
+    print(f"{args.config}_bytes_if_real={size} ({format_bytes(size)})")
+    print(f"{args.config}_meta_build_seconds={seconds:.2f}")
+    print(f"{args.config}_meta_build_rss_mb={grown:.1f}")
+    warm_up = f"from {MODULE} import build_empty; build_empty('tiny')"  # PyTorch's own first use
+    peak = peak_rss_mb(f"build_empty({args.config!r})", setup=warm_up)
+    print(f"{args.config}_meta_build_peak_rss_mb={peak:.1f}")
+
+
+if __name__ == "__main__":
+    run_script(main)
