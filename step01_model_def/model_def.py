@@ -12,15 +12,16 @@ from torch import nn
 
 SEED = 47
 
+SIZES = ("vocab_size", "hidden_size", "num_heads", "num_layers", "num_classes", "max_length")
 CONFIGS = {
     # 0.6 MB in float32: everything in this course can be checked on it
-    "tiny": dict(vocab_size=128, hidden_size=64, num_heads=4, num_layers=3, num_classes=2, max_length=16),
+    "tiny": dict(zip(SIZES, (128, 64, 4, 3, 2, 16), strict=True)),
     # 0.1 GB: large enough to be seen in a process's memory
-    "small": dict(vocab_size=1000, hidden_size=512, num_heads=8, num_layers=8, num_classes=2, max_length=128),
+    "small": dict(zip(SIZES, (1000, 512, 8, 8, 2, 128), strict=True)),
     # 0.8 GB: loading it carelessly is felt
-    "medium": dict(vocab_size=1000, hidden_size=1024, num_heads=16, num_layers=16, num_classes=2, max_length=128),
-    # 260 GB: as large as the largest open models of 70 billion parameters; only ever on the meta device
-    "giant": dict(vocab_size=32000, hidden_size=8192, num_heads=64, num_layers=80, num_classes=2, max_length=4096),
+    "medium": dict(zip(SIZES, (1000, 1024, 16, 16, 2, 128), strict=True)),
+    # 259 GB: as large as the open models of 70 billion parameters; only ever on the meta device
+    "giant": dict(zip(SIZES, (32000, 8192, 64, 80, 2, 4096), strict=True)),
 }
 
 
@@ -65,7 +66,7 @@ class TinyTransformerClassifier(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         batch, seq = input_ids.shape
         if seq > self.max_length:
-            raise ValueError(f"a sequence of {seq} tokens is longer than max_length={self.max_length}; shorten it")
+            raise ValueError(f"a sequence of {seq} tokens is longer than max_length={self.max_length}: cut it")
         positions = torch.arange(seq, device=input_ids.device)  # (seq,)
         x = self.token_embedding(input_ids) + self.position_embedding(positions)  # (batch, seq, hidden)
         x = self.encoder(x)  # (batch, seq, hidden)

@@ -26,7 +26,6 @@ from step01_model_def.model_def import (
     SEED,
     TinyTransformerClassifier,
     config_problems,
-    count_parameters,
     format_bytes,
     run_script,
 )
@@ -82,7 +81,7 @@ def parse_size(size: int | str) -> int:
 
 @contextmanager
 def write_whole(path: Path):
-    """Give a temporary path to write a file or a folder at; put it in the place of `path` once it is complete.
+    """Give a temporary path to write a file or a folder at; put it in the place of `path` when complete.
 
     Whatever happens before that, `path` keeps its old content. Raises OSError when the disk is full or
     read-only, saying so.
@@ -201,7 +200,7 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 
 def storable_tensors(stored: dict, names: list[str]) -> dict:
-    """Take the tensors of one shard as safetensors wants them: on the CPU, contiguous, none inside another."""
+    """Take the tensors of one shard as safetensors wants them: on the CPU, contiguous, apart in memory."""
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
     tensors = {}
     for name in names:
@@ -295,7 +294,7 @@ def read_index(index_file: Path) -> dict[str, Path]:
         elif not (folder / file).is_file():
             problems.append(f"{file!r} is absent")
     if problems:
-        raise CheckpointError(f"{relative(index_file)} names files that cannot be read: " + "; ".join(problems))
+        raise CheckpointError(f"{relative(index_file)} names files that cannot be read: {'; '.join(problems)}")
     return {name: folder / file for name, file in weight_map.items()}
 
 
@@ -319,12 +318,12 @@ def find_checkpoint_file(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         if checkpoint.is_file():
             return checkpoint
-        raise CheckpointError(f"{relative(checkpoint)} does not exist; {rebuild_command('tiny')} builds tiny's")
+        raise CheckpointError(f"{relative(checkpoint)} does not exist; step 2 builds one: {rebuild_command()}")
     found = [checkpoint / name for name in (INDEX_NAME, "model.safetensors") if (checkpoint / name).is_file()]
     if len(found) == 1:
         return found[0]
-    wrong = "has both: delete the older of the two" if found else "has neither"
-    raise CheckpointError(f"{relative(checkpoint)}: a checkpoint is {INDEX_NAME} or model.safetensors; this {wrong}")
+    wrong = "both: delete the older of the two" if found else "neither"
+    raise CheckpointError(f"{relative(checkpoint)} should have {INDEX_NAME} or model.safetensors; it has {wrong}")
 
 
 def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
@@ -334,7 +333,8 @@ def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
     Raises CheckpointError when a shard does not hold just what the index says.
     """
     start = find_checkpoint_file(checkpoint)
-    weight_map = read_index(start) if start.suffix == ".json" else dict.fromkeys(open_shard(start).keys(), start)
+    sharded = start.suffix == ".json"
+    weight_map = read_index(start) if sharded else dict.fromkeys(open_shard(start).keys(), start)
     aliases, problems = {}, []
     for file in sorted(set(weight_map.values())):
         shard = open_shard(file)
@@ -364,7 +364,7 @@ def load_pt(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{relative(path)} holds a {type(state_dict).__name__}, not a state_dict")
     others = [str(name) for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if others:
-        raise CheckpointError(f"{relative(path)} is not a state_dict: these are no tensors: {', '.join(others)}")
+        raise CheckpointError(f"{relative(path)} is no state_dict; these are not tensors: {', '.join(others)}")
     return state_dict
 
 
@@ -372,7 +372,7 @@ def load_pt(path: Path) -> dict[str, torch.Tensor]:
 
 
 def build_model(config_name: str = "tiny") -> TinyTransformerClassifier:
-    """Build the seeded model of a configuration in eval mode; the caller's random numbers are not disturbed."""
+    """Build the seeded model of a configuration, in eval mode; the caller's random numbers go on as before."""
     if config_name not in CONFIGS or config_name == "giant":
         buildable = [name for name in CONFIGS if name != "giant"]
         raise ValueError(f"config {config_name!r} has no checkpoint; choose one of {buildable}")
@@ -394,7 +394,7 @@ def build_checkpoint(config_name: str = "tiny", max_shard_size: int | str | None
     return index
 
 
-def rebuild_command(config_name: str) -> str:
+def rebuild_command(config_name: str = "tiny") -> str:
     """Write the command that builds a configuration's checkpoint anew."""
     option = "" if config_name == "tiny" else f" --config {config_name}"
     return f"python step02_checkpoint/build_checkpoint.py{option}"
@@ -416,9 +416,10 @@ def check_checkpoint(config_name: str) -> None:
     """Raise CheckpointError when a file of the checkpoint is damaged or belongs to another configuration."""
     paths = checkpoint_paths(config_name)
     config = load_config(paths.config)
-    wrong = [f"{name}={config[name]}, not {size}" for name, size in CONFIGS[config_name].items() if config[name] != size]
+    right = CONFIGS[config_name]
+    wrong = [f"{name}={config[name]}, not {right[name]}" for name in right if config[name] != right[name]]
     if wrong:
-        raise CheckpointError(f"{relative(paths.config)} is not the configuration `{config_name}`: " + "; ".join(wrong))
+        raise CheckpointError(f"{relative(paths.config)} is not the config {config_name}: {'; '.join(wrong)}")
     load_pt(paths.weights)
     tensor_files(paths.shards)
 

@@ -1,7 +1,7 @@
 """Step 4: give a meta model its memory and its values, and be sure that they are the right ones.
 
-You learn the flow meta build -> `to_empty` -> strict load, the five things that it gets wrong without an error,
-and one loader that is right about all of them.
+You learn the flow meta build -> `to_empty` -> strict load, the five things that it gets wrong without
+an error, and one loader that is right about all of them.
 Prints the flow, a verification against the model that never was on meta, each fault and its mend, and what
 three ways of loading take in memory. Reads the checkpoint of step 2.
 """
@@ -34,7 +34,7 @@ from step02_checkpoint.build_checkpoint import (
     relative,
     tensor_files,
 )
-from step03_meta_build.meta_build import init_empty_weights, peak_rss_mb, rss_mb
+from step03_meta_build.meta_build import init_empty_weights, peak_rss_mb, rss_mb, warm_up
 
 # --- tied weights -----------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def check_no_meta_tensors(model: nn.Module) -> None:
-    """Raise ValueError that lists what is still on meta: on a CPU such a model computes garbage in silence."""
+    """Raise ValueError that lists what is still on meta: a CPU computes garbage with it, without an error."""
     on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if on_meta:
         raise ValueError(f"still on the meta device, load them first: {', '.join(on_meta)}")
@@ -144,19 +144,31 @@ def load_strict(model: nn.Module, checkpoint: Path | str | Mapping) -> nn.Module
     """
     tensors, files = read_checkpoint(checkpoint)
     tied = find_tied_parameters(model)
-    for names in tied:
-        stored = [name for name in names if name in tensors]
-        tensors.update({name: tensors[stored[0]] for name in names if stored and name not in tensors})
+    fill_tied_names(tensors, files, tied)
     problems = list_problems(model, tensors, files, tied)
     if problems:
         raise CheckpointError("\n  ".join([f"cannot load into {type(model).__name__}:", *problems]))
     on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
-    values = {name: tensors[name].to(target.dtype) for name, target in model.state_dict().items()}
+    values = {name: fit(tensors[name], target) for name, target in model.state_dict().items()}
     if on_meta:
         values = separate_untied(values, tied)
     model.load_state_dict(values, strict=True, assign=on_meta)
     retie_parameters(model, tied)
     return model
+
+
+def fill_tied_names(tensors: dict, files: dict, tied: list[list[str]]) -> None:
+    """Give every name of a tied tensor the value that the checkpoint has under one of them."""
+    for names in tied:
+        stored = [name for name in names if name in tensors]
+        for name in names if stored else []:
+            tensors.setdefault(name, tensors[stored[0]])
+            files.setdefault(name, files[stored[0]])
+
+
+def fit(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Give a checkpoint's tensor the dtype and the device that the model wants; no copy if it has them."""
+    return value.to(device=value.device if target.is_meta else target.device, dtype=target.dtype)
 
 
 def list_problems(model: nn.Module, tensors: dict, files: dict, tied: list[list[str]]) -> list[str]:
@@ -165,23 +177,24 @@ def list_problems(model: nn.Module, tensors: dict, files: dict, tied: list[list[
     problems = [f"missing: {name} {list(wanted[name].shape)}" for name in wanted if name not in tensors]
     problems += [f"unexpected: {name}, in {relative(files[name])}" for name in tensors if name not in wanted]
     for name in wanted.keys() & tensors.keys():
-        value, target, file = tensors[name], wanted[name], relative(files.get(name, Path("the same file")))
+        value, target = tensors[name], wanted[name]
+        here, castable = f"in {relative(files[name])}", value.is_floating_point() and target.is_floating_point()
         if value.is_meta:
-            problems.append(f"no values: {name} is on the meta device in {file}")
+            problems.append(f"no values: {name} is on the meta device {here}")
         elif value.shape != target.shape:
-            problems.append(f"shape: {name} is {list(value.shape)} in {file}, the model wants {list(target.shape)}")
-        elif value.dtype != target.dtype and not (value.is_floating_point() and target.is_floating_point()):
-            problems.append(f"dtype: {name} is {value.dtype} in {file}, the model wants {target.dtype}")
+            problems.append(f"shape: {name} is {list(value.shape)} {here}; the model wants {list(target.shape)}")
+        elif value.dtype != target.dtype and not castable:
+            problems.append(f"dtype: {name} is {value.dtype} {here}; the model wants {target.dtype}")
     for names in tied:
-        stored = [tensors[name] for name in names if name in files and not tensors[name].is_meta]
+        stored = [tensors[name] for name in names if name in tensors and not tensors[name].is_meta]
         if any(value is not stored[0] and not torch.equal(value, stored[0]) for value in stored):
-            problems.append(f"tied: {', '.join(names)} are one tensor in the model, with different values in the file")
+            problems.append(f"tied: {', '.join(names)}: one tensor in the model, different values in the file")
     problems += [f"not filled: {name}: {UNFILLABLE}" for name in unfillable_buffers(model)]
     return sorted(problems)
 
 
 def separate_untied(values: dict, tied: list[list[str]]) -> dict:
-    """Copy what shares memory in the checkpoint and is not tied in the model: each would change with the other."""
+    """Copy what shares memory in the checkpoint but is not tied in the model, where each changes alone."""
     group_of = {name: names[0] for names in tied for name in names}
     owner, separate = {}, {}
     for name, value in values.items():
@@ -189,3 +202,190 @@ def separate_untied(values: dict, tied: list[list[str]]) -> dict:
         first = owner.setdefault((value.data_ptr(), value.shape), group)
         separate[name] = value if first == group or not value.numel() else value.clone()
     return separate
+
+
+# --- the flow ---------------------------------------------------------------------------------------------
+
+
+def build_on_meta(config_path: Path) -> TinyTransformerClassifier:
+    """Build the model that a config file describes, on the meta device and in eval mode."""
+    with init_empty_weights():
+        return TinyTransformerClassifier(**load_config(config_path)).eval()
+
+
+def load_plain(config_name: str) -> nn.Module:
+    """Load as everybody starts: a real model, then a state dict beside it. Two models in memory."""
+    paths = checkpoint_paths(config_name)
+    model = TinyTransformerClassifier(**load_config(paths.config)).eval()
+    model.load_state_dict(torch.load(paths.weights, weights_only=True), strict=True)
+    return model
+
+
+def load_to_empty(config_name: str) -> nn.Module:
+    """Load by way of `to_empty`: no random values are drawn, but there are still two models in memory."""
+    paths = checkpoint_paths(config_name)
+    model = build_on_meta(paths.config).to_empty(device="cpu")
+    model.load_state_dict(torch.load(paths.weights, weights_only=True), strict=True)
+    return model
+
+
+def load_mapped(config_name: str) -> nn.Module:
+    """Load by `load_strict`: the meta tensors become views of the mapped file. One model in memory."""
+    paths = checkpoint_paths(config_name)
+    return load_strict(build_on_meta(paths.config), paths.weights)
+
+
+def run(model: nn.Module, sequences: int = 2) -> torch.Tensor:
+    """Run the fixed sequences through a model that is whole; returns logits (sequences, num_classes)."""
+    check_no_meta_tensors(model)
+    input_ids = fixed_sequences(model.token_embedding.num_embeddings)[:sequences]  # (sequences, 8)
+    with torch.inference_mode():
+        return model(input_ids)
+
+
+def run_flow(config_name: str) -> nn.Module:
+    """Go through the simple flow, printing what is where after each move; returns the loaded model."""
+    paths = ensure_checkpoint(config_name)
+    warm_up()
+    print(f"rss_start_mb={rss_mb():.1f}")
+    model = build_on_meta(paths.config)
+    print(f"after_meta_build_rss_mb={rss_mb():.1f}")
+    print(f"parameters={count_parameters(model)}")
+    print(f"meta_parameter_tensors={count_meta_parameters(model)}")
+    print(f"first_parameter_device_before_to_empty={next(model.parameters()).device}")
+    model = model.to_empty(device="cpu")
+    print(f"first_parameter_device_after_to_empty={next(model.parameters()).device}")
+    state_dict = torch.load(paths.weights, weights_only=True)
+    missing, unexpected = model.load_state_dict(state_dict, strict=True)
+    print(f"missing_keys={missing}")
+    print(f"unexpected_keys={unexpected}")
+    print(f"after_load_rss_mb={rss_mb():.1f}")
+    logits = run(model)  # (2, num_classes)
+    print(f"logits={[[round(value, 4) for value in row] for row in logits.tolist()]}")
+    print(f"predicted_classes={logits.argmax(dim=1).tolist()}")
+    return model
+
+
+def verify(model: nn.Module, config_name: str) -> None:
+    """Print that a loaded model is the one that was saved, on one sequence, bit for bit."""
+    saved = load_pt(checkpoint_paths(config_name).weights)
+    output = run(model, sequences=1)  # (1, num_classes)
+    print("missing", sorted(model.state_dict().keys() - saved.keys()))
+    print("unexpected", sorted(saved.keys() - model.state_dict().keys()))
+    print("output_device", output.device)
+    print("output_shape", list(output.shape))
+    print("has_nan", bool(output.isnan().any()))
+    print("logits_equal", torch.equal(output, run(build_model(config_name), sequences=1)))
+
+
+# --- what the simple flow gets wrong ----------------------------------------------------------------------
+
+
+class TiedModel(nn.Module):
+    """A model with the two things that the simple flow breaks: a tied weight and a table no checkpoint holds.
+
+    Input: ids (batch, seq). Output: scores (batch, seq, vocab).
+    """
+
+    def __init__(self, vocab: int = 16, hidden: int = 8):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.embedding.weight
+        angles = torch.arange(32).unsqueeze(1) / torch.arange(1, hidden + 1)  # (32, hidden)
+        self.register_buffer("table", angles.sin(), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids) + self.table[: input_ids.shape[1]]  # (batch, seq, hidden)
+        return self.head(x)  # (batch, seq, vocab)
+
+
+def is_right(model: nn.Module, normal: nn.Module) -> bool:
+    """Tell whether a model gives what the normally built one gives, bit for bit, and is still tied."""
+    input_ids = fixed_sequences(16)  # (2, 8)
+    with torch.inference_mode():
+        same = torch.equal(model(input_ids), normal(input_ids))
+    return same and model.head.weight is model.embedding.weight
+
+
+def empty_tied_model() -> nn.Module:
+    """Build a TiedModel whose parameters are on meta, and its table real."""
+    with init_empty_weights():
+        return TiedModel()
+
+
+def fault_to_empty(normal: nn.Module) -> None:
+    """`to_empty` throws away the values of what was real, and unties; no strict load can notice."""
+    torch.use_deterministic_algorithms(True)  # uninitialised memory is then filled with NaN, to be seen
+    model = empty_tied_model().to_empty(device="cpu")
+    torch.use_deterministic_algorithms(False)
+    print(f"to_empty_missing_keys={model.load_state_dict(normal.state_dict(), strict=True).missing_keys}")
+    print(f"to_empty_keeps_table={torch.equal(model.table, normal.table)}")
+    print(f"to_empty_keeps_tie={model.head.weight is model.embedding.weight}")
+    model = load_strict(materialize(empty_tied_model(), "cpu"), normal.state_dict())
+    print(f"materialize_then_load_strict_is_right={is_right(model, normal)}")
+
+
+def fault_lost_buffer() -> None:
+    """A buffer built on meta that no checkpoint holds stays without values; we refuse by name."""
+    with init_empty_weights(include_buffers=True):
+        model = TiedModel()
+    try:
+        materialize(model, "cpu")
+    except ValueError as error:
+        print(f"lost_buffer_error={' '.join(str(error).split())}")
+
+
+def fault_assign(normal: nn.Module) -> None:
+    """`assign=True` puts a tensor of its own under each name, and so unties."""
+    model = empty_tied_model()
+    model.load_state_dict(normal.state_dict(), assign=True)
+    print(f"assign_keeps_tie={model.head.weight is model.embedding.weight}")
+    print(f"load_strict_is_right={is_right(load_strict(empty_tied_model(), normal.state_dict()), normal)}")
+
+
+def fault_no_assign(normal: nn.Module) -> None:
+    """Loading into meta tensors without `assign` does nothing, and only warns."""
+    model = empty_tied_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_state_dict(normal.state_dict(), strict=True)
+    print(f"no_assign_warnings={len(caught)}")
+    try:
+        check_no_meta_tensors(model)
+    except ValueError as error:
+        print(f"no_assign_error={error}")
+
+
+def measure_peaks(config_name: str) -> dict[str, float]:
+    """Measure the peak RSS of three ways to load and run a model, each in a fresh process: name -> MiB."""
+    module = "step04_to_empty_load.load_with_meta"
+    ways = ["load_plain", "load_to_empty", "load_mapped"]
+    setup = f"from {module} import *; warm_up(); run(load_plain('tiny'))"
+    return {way: peak_rss_mb(f"run({way}({config_name!r}))", setup) for way in ways}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="tiny", choices=["tiny", "small", "medium"])
+    parser.add_argument("--measure", default="small", choices=["small", "medium"], help="model for the peaks")
+    args = parser.parse_args()
+
+    verify(run_flow(args.config), args.config)
+
+    torch.manual_seed(0)
+    normal = TiedModel()
+    fault_to_empty(normal)
+    fault_lost_buffer()
+    fault_assign(normal)
+    fault_no_assign(normal)
+
+    ensure_checkpoint(args.measure)
+    size = sum(tensor.nbytes for tensor in load_pt(checkpoint_paths(args.measure).weights).values())
+    print(f"{args.measure}_bytes={size}")
+    for way, peak in measure_peaks(args.measure).items():
+        print(f"{args.measure}_{way}_peak_rss_mb={peak:.1f} ({peak * 2**20 / size:.2f} x the model)")
+
+
+if __name__ == "__main__":
+    run_script(main)
