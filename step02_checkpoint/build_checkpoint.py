@@ -9,6 +9,7 @@ prints what it wrote.
 import argparse
 import json
 import os
+import pickle
 import re
 import shutil
 from collections import Counter
@@ -178,7 +179,7 @@ def unsavable(state_dict: dict) -> list[str]:
     problems = []
     for name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor):
-            problems.append(f"{name}: a {type(tensor).__name__}, not a tensor")
+            problems.append(f"{name}: of type {type(tensor).__name__}, not a tensor")
         elif tensor.is_meta:
             problems.append(f"{name}: on the meta device, it has no values; load the weights first")
         elif tensor.layout != torch.strided:
@@ -357,7 +358,12 @@ def load_pt(path: Path) -> dict[str, torch.Tensor]:
     """
     try:
         state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # RuntimeError, UnpicklingError, EOFError, ...: one for each kind of damage
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{relative(path)} is refused: it holds more than tensors, and reading that could run a program. "
+            "Ask whoever made it for a plain state_dict, best as safetensors"
+        ) from error
+    except Exception as error:  # RuntimeError, EOFError, OSError, ...: one for each kind of damage
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{relative(path)} is damaged or is no checkpoint ({first_line})") from error
     if not isinstance(state_dict, dict):

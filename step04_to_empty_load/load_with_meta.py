@@ -34,7 +34,7 @@ from step02_checkpoint.build_checkpoint import (
     relative,
     tensor_files,
 )
-from step03_meta_build.meta_build import init_empty_weights, peak_rss_mb, rss_mb, warm_up
+from step03_meta_build.meta_build import init_empty_weights, measure_rss, rss_mb, warm_up
 
 # --- tied weights -----------------------------------------------------------------------------------------
 
@@ -357,12 +357,11 @@ def fault_no_assign(normal: nn.Module) -> None:
         print(f"no_assign_error={error}")
 
 
-def measure_peaks(config_name: str) -> dict[str, float]:
-    """Measure the peak RSS of three ways to load and run a model, each in a fresh process: name -> MiB."""
-    module = "step04_to_empty_load.load_with_meta"
+def measure_peaks(config_name: str) -> dict[str, dict]:
+    """Measure three ways to load and run a model, each in a fresh process: way -> what `measure_rss` returns."""
     ways = ["load_plain", "load_to_empty", "load_mapped"]
-    setup = f"from {module} import *; warm_up(); run(load_plain('tiny'))"
-    return {way: peak_rss_mb(f"run({way}({config_name!r}))", setup) for way in ways}
+    setup = "from step04_to_empty_load.load_with_meta import *; warm_up(); run(load_plain('tiny'))"
+    return {way: measure_rss(f"model = {way}({config_name!r}); run(model)", setup) for way in ways}
 
 
 def main() -> None:
@@ -383,8 +382,10 @@ def main() -> None:
     ensure_checkpoint(args.measure)
     size = sum(tensor.nbytes for tensor in load_pt(checkpoint_paths(args.measure).weights).values())
     print(f"{args.measure}_bytes={size}")
-    for way, peak in measure_peaks(args.measure).items():
+    for way, growth in measure_peaks(args.measure).items():
+        peak = growth["peak_mb"]
         print(f"{args.measure}_{way}_peak_rss_mb={peak:.1f} ({peak * 2**20 / size:.2f} x the model)")
+        print(f"{args.measure}_{way}_file_backed_mb={growth['file_mb']:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+# `make` runs the course's steps, `make test` checks everything. Both install once, into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STEPS = $(sort $(wildcard step*/*.py))
+NOTEBOOKS = $(sort $(wildcard step*/*.ipynb notebooks/*.ipynb))
+
+.DEFAULT_GOAL = tour
+.PHONY: tour test notebooks lab clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: requirements.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	$(BIN)/python -m pip install -r requirements-dev.txt
+	@touch $@
+
+tour: $(VENV)/.installed  ## run every step, in order
+	@for script in $(STEPS); do \
+		printf '\n== %s ==\n' "$$script"; \
+		$(BIN)/python "$$script" || { printf '\nfailed: %s\n' "$$script" >&2; exit 1; }; \
+	done
+
+test: $(VENV)/.installed-dev  ## check everything: style, tests, every notebook cell by cell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS)
+
+notebooks: $(VENV)/.installed  ## refresh the notebooks from the scripts and execute them
+	$(BIN)/python tests/sync_notebooks.py $(NOTEBOOKS)
+
+lab: $(VENV)/.installed  ## open JupyterLab at the course
+	$(BIN)/jupyter lab --notebook-dir=.
+
+clean:  ## remove what the steps and the tools wrote; the virtual environment stays
+	rm -rf artifacts .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
