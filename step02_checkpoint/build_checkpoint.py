@@ -70,7 +70,7 @@ def parse_size(size: int | str) -> int:
 
     Raises ValueError for anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?\s*", str(size), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([KMGT])(I)?)?B)?\s*", str(size), re.IGNORECASE)
     if match is None or isinstance(size, bool):
         raise ValueError(f"{size!r} is not a size; write it like 4096, '200KB', '1.5GB' or '10GiB'")
     number, prefix, binary = match.groups()
@@ -239,8 +239,8 @@ def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int 
         for number, names in enumerate(tqdm(shards, desc="shards", unit="file", disable=None), start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             here = {alias: name for alias, name in aliases.items() if name in names}
-            tensors = storable_tensors(stored, names)
-            safetensors.torch.save_file(tensors, partial / file, metadata={"format": "pt", **here})
+            metadata = {"format": "pt", **here}
+            safetensors.torch.save_file(storable_tensors(stored, names), partial / file, metadata=metadata)
             weight_map.update(dict.fromkeys(names, file))
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2))

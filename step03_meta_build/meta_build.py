@@ -154,20 +154,25 @@ def measure_rss(statement: str, setup: str = "pass") -> dict:
 
 def measure_here(statement: str, setup: str) -> None:
     """Be the process that `measure_rss` starts: run the code and print what it took as one line of JSON."""
-    namespace, process = {}, psutil.Process()
+    namespace, process, curve, done = {}, psutil.Process(), [], threading.Event()
     exec(setup, namespace)
-    before, earlier_peak, start, curve = process.memory_info(), peak_rss_bytes(), time.perf_counter(), []
-    done = threading.Event()
+    before, earlier_peak, start = process.memory_info(), peak_rss_bytes(), time.perf_counter()
 
     def sample():
-        while not done.wait(0.005):
-            curve.append((time.perf_counter() - start, (process.memory_info().rss - before.rss) / 2**20))
+        curve.append((time.perf_counter() - start, (process.memory_info().rss - before.rss) / 2**20))
 
-    sampler = threading.Thread(target=sample)
+    def keep_sampling():
+        while not done.wait(0.005):
+            sample()
+
+    sampler = threading.Thread(target=keep_sampling)
     sampler.start()
-    exec(statement, namespace)  # what it makes stays alive in the namespace until the end is measured
-    done.set()
-    sampler.join()
+    try:
+        exec(statement, namespace)  # what it makes stays alive in the namespace until the end is measured
+    finally:
+        done.set()
+        sampler.join()
+    sample()
     after, peak = process.memory_info(), peak_rss_bytes()
     highest = max([after.rss, *([peak] if peak > earlier_peak else [])]) - before.rss
     in_files = getattr(after, "shared", 0) - getattr(before, "shared", 0)

@@ -367,7 +367,9 @@ def measure_peaks(config_name: str) -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="tiny", choices=["tiny", "small", "medium"])
-    parser.add_argument("--measure", default="small", choices=["small", "medium"], help="model for the peaks")
+    parser.add_argument(
+        "--measure", default="small", choices=["tiny", "small", "medium"], help="model for the peaks"
+    )
     args = parser.parse_args()
 
     verify(run_flow(args.config), args.config)

@@ -1,0 +1,99 @@
+"""Notebook and script never drift, and a wrong output does not pass."""
+
+import shutil
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from conftest import ROOT
+from sync_notebooks import METADATA, compared, definitions, refreshed, shown_names, with_stable_metadata
+
+NOTEBOOKS = sorted([*ROOT.glob("step*/*.ipynb"), *ROOT.glob("notebooks/*.ipynb")])
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code" and cell.source]
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request):
+    return request.param
+
+
+def test_cells_that_show_a_script_are_the_script(notebook):
+    for cell in code_cells(notebook):
+        assert cell.source == refreshed(cell.source, notebook), "run `make notebooks`"
+
+
+def test_code_of_the_script_is_not_retyped(notebook):
+    available = definitions(notebook.with_suffix(".py"))
+    for cell in code_cells(notebook):
+        if shown_names(cell.source) is None:
+            retyped = [
+                name for name in available if f"def {name}(" in cell.source or f"class {name}(" in cell.source
+            ]
+            assert retyped == [], "start the cell with the header line that shows them"
+
+
+def test_every_public_definition_is_shown(notebook):
+    shown = {name for cell in code_cells(notebook) for name in (shown_names(cell.source) or ("", []))[1]}
+    source = notebook.with_suffix(".py").read_text()
+    functions = {name for name in definitions(notebook.with_suffix(".py")) if f"def {name}(" in source}
+    classes = {name for name in definitions(notebook.with_suffix(".py")) if f"class {name}" in source}
+    assert (functions | classes) - {"main"} - shown == set()
+
+
+def test_every_cell_was_executed_in_order_without_error(notebook):
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run `make notebooks`"
+    for cell in cells:
+        errors = [output.ename for output in cell.outputs if output.output_type == "error"]
+        assert errors == [] or "raises-exception" in cell.metadata.get("tags", [])
+        assert [output for output in cell.outputs if output.get("name") == "stderr"] == []
+
+
+def test_metadata_is_stable(notebook):
+    content = nbformat.read(notebook, as_version=4)
+    nbformat.validate(content)
+    assert content.metadata == METADATA
+    again = with_stable_metadata(nbformat.read(notebook, as_version=4))
+    assert compared(content) == compared(again) and [c.id for c in content.cells] == [c.id for c in again.cells]
+
+
+def test_a_notebook_starts_with_what_you_learn_and_how_long_it_takes(notebook):
+    first = nbformat.read(notebook, as_version=4).cells[0].source
+    assert (
+        first.startswith("# ") and "You will be able to" in first and "Minutes" in first and "Before this" in first
+    )
+
+
+def run_nbval(path):
+    sanitize = ROOT / "tests" / "nbval_sanitize.cfg"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
+    return subprocess.run(
+        [*command, "--nbval-sanitize-with", sanitize, path.name], cwd=path.parent, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["as it is", "wrong output planted"])
+def test_nbval_sees_a_wrong_output(tmp_path, planted):
+    copy = tmp_path / "model_def.ipynb"
+    shutil.copy(ROOT / "step01_model_def" / "model_def.ipynb", copy)
+    if planted:
+        text = copy.read_text()
+        assert text.count("parameters=159298\\n") == 1
+        copy.write_text(text.replace("parameters=159298\\n", "parameters=156866\\n"))
+    result = run_nbval(copy)
+    assert result.returncode == (1 if planted else 0), result.stdout
+    assert ("156866" in result.stdout) == planted
+
+
+def test_masks_hide_measurements_and_nothing_else():
+    def one_cell(text):
+        cell = nbformat.v4.new_code_cell("run()", outputs=[nbformat.v4.new_output("stream", text=text)])
+        return compared(nbformat.v4.new_notebook(cells=[cell]))
+
+    assert one_cell("rss_start_mb=12.5\nbuild_seconds=0.1\n") == one_cell("rss_start_mb=99.1\nbuild_seconds=3.7\n")
+    assert one_cell("missing_keys=[]\n") != one_cell("missing_keys=['a']\n")
+    assert one_cell("small_bytes=1\n") != one_cell("small_bytes=2\n")

@@ -1,0 +1,139 @@
+"""The steps as a learner runs them: in order and out of order, from anywhere, on a disk that is full or locked."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+from conftest import facts
+
+STEPS_1_TO_4 = (1, 2, 3, 4)
+
+
+def test_in_order_from_the_root_without_a_home_folder(course):
+    outputs = {step: course.run(step, env={"HOME": "/nonexistent/home"}) for step in STEPS_1_TO_4}
+    for step, result in outputs.items():
+        assert result.returncode == 0 and result.stderr == "", (step, result.stderr)
+    assert facts(outputs[1].stdout)["parameters"] == "159298"
+    two = facts(outputs[2].stdout)
+    assert two["config"] == "artifacts/model_config.json" and two["checkpoint"] == "artifacts/tiny_transformer.pt"
+    assert two["parameters"] == "159298" and two["first_parameter_device"] == "cpu" and two["shards"] == "4"
+    three = facts(outputs[3].stdout)
+    assert three["same_structure_as_the_real_model"] == "True" and three["random_numbers_drawn"] == "False"
+    assert float(three["giant_meta_build_peak_rss_mb"]) < 100
+    check_step_4(outputs[4].stdout)
+
+
+def check_step_4(output):
+    order = [
+        "rss_start_mb", "after_meta_build_rss_mb", "parameters=159298", "meta_parameter_tensors=40",
+        "first_parameter_device_before_to_empty=meta", "first_parameter_device_after_to_empty=cpu",
+        "missing_keys=[]", "unexpected_keys=[]", "after_load_rss_mb", "logits=", "predicted_classes=",
+        "missing []", "unexpected []", "output_device cpu", "output_shape [1, 2]", "has_nan False",
+        "logits_equal True",
+    ]  # fmt: skip
+    lines = [line for line in output.splitlines() if not line.startswith("note=")]
+    assert [line.startswith(start) for line, start in zip(lines, order, strict=False)] == [True] * len(order)
+    four = facts(output)
+    assert four["to_empty_missing_keys"] == "[]" and four["to_empty_keeps_table"] == "False"
+    assert four["materialize_then_load_strict_is_right"] == four["load_strict_is_right"] == "True"
+    assert four["assign_keeps_tie"] == four["to_empty_keeps_tie"] == "False"
+    assert int(four["no_assign_warnings"]) == 2
+
+
+QUICK = {4: ["--measure", "tiny"]}  # the peaks of `small` are measured once, in order from the root
+
+
+@pytest.mark.parametrize("step", STEPS_1_TO_4)
+def test_from_its_own_folder_out_of_order_and_twice(course, step):
+    first, second = (course.run(step, *QUICK.get(step, []), cwd=course.script(step).parent) for _ in range(2))
+    for result in (first, second):
+        assert result.returncode == 0 and result.stderr == "", result.stderr
+    if step == 4:
+        assert "note=artifacts/model_config.json is missing: building it" in first.stdout
+        assert "note=" not in second.stdout
+        check_step_4(first.stdout), check_step_4(second.stdout)
+    assert [path.name for path in course.script(step).parent.iterdir() if path.is_file()] == [
+        course.script(step).name
+    ]
+    assert list(course.artifacts.rglob(".*")) == []
+
+
+def ends_in_one_line(result, *parts):
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+def test_a_damaged_config_ends_in_one_line(course):
+    course.run(2)
+    (course.artifacts / "model_config.json").write_text("{")
+    ends_in_one_line(course.run(4), "model_config.json", "python step02_checkpoint/build_checkpoint.py")
+    assert course.run(2).returncode == 0
+    assert course.run(4, *QUICK[4]).returncode == 0
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files as Linux does")
+def test_a_full_disk_leaves_the_old_checkpoint(course):
+    import resource
+
+    course.run(2)
+    before = snapshot(course.artifacts)
+    full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))}
+    ends_in_one_line(course.run(2, **full), "cannot write artifacts/", "Free some space")
+    assert snapshot(course.artifacts) == before
+    shutil.rmtree(course.artifacts)
+    ends_in_one_line(course.run(4, **full), "cannot write artifacts/")
+    assert snapshot(course.artifacts) == {}
+
+
+def without_root_powers():
+    """Give the command prefix under which permission bits count for root too, or skip."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may write anywhere, and there is no setpriv to take that away")
+    return ["setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permission bits as POSIX has them")
+def test_a_read_only_artifact_folder(course):
+    prefix = without_root_powers()
+    course.artifacts.mkdir()
+    course.artifacts.chmod(0o555)
+    try:
+        ends_in_one_line(course.run(2, prefix=prefix), "cannot write artifacts/", "make the folder writable")
+        ends_in_one_line(course.run(4, prefix=prefix), "cannot write artifacts/")
+        assert course.run(3, prefix=prefix).returncode == 0
+    finally:
+        course.artifacts.chmod(0o755)
+    course.run(2)
+    course.artifacts.chmod(0o555)
+    try:
+        assert course.run(4, *QUICK[4], prefix=prefix).returncode == 0, "reading needs no writing"
+    finally:
+        course.artifacts.chmod(0o755)
+
+
+def test_options(course):
+    assert course.run(2, "--max-shard-size", "100KB").stdout.count("shards=9") == 1
+    ends_in_one_line(course.run(2, "--max-shard-size", "many"), "'many' is not a size")
+    assert "invalid choice: 'giant'" in course.run(2, "--config", "giant").stderr
+    result = course.run(3, "--config", "medium")
+    assert facts(result.stdout)["medium_parameters"] == "202696706"
+
+
+def test_another_configuration_goes_its_own_way(course):
+    course.run(2)
+    before = snapshot(course.artifacts)
+    result = course.run(2, "--config", "small")
+    assert facts(result.stdout)["checkpoint"] == "artifacts/small/small_transformer.pt"
+    assert {path: content for path, content in snapshot(course.artifacts).items() if path in before} == before
+    assert json.loads((course.artifacts / "small" / "model_config.json").read_text())["hidden_size"] == 512
+    assert "logits_equal True" in course.run(4, "--config", "small", *QUICK[4]).stdout
