@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 
 import pytest
-from conftest import facts
+from conftest import ROOT, facts
 
 STEPS_1_TO_4 = (1, 2, 3, 4)
 
@@ -23,6 +24,18 @@ def test_in_order_from_the_root_without_a_home_folder(course):
     assert three["same_structure_as_the_real_model"] == "True" and three["random_numbers_drawn"] == "False"
     assert float(three["giant_meta_build_peak_rss_mb"]) < 100
     check_step_4(outputs[4].stdout)
+    for command, shown in readme_outputs().items():
+        step = int(command.removeprefix("python step")[:2])
+        assert set(shown) <= set(outputs[step].stdout.splitlines()), (
+            f"the README shows something else for {command}"
+        )
+
+
+def readme_outputs():
+    """Read from the README which lines it shows for which step's command."""
+    blocks = re.findall(r"```console\n\$ (python step.*)\n((?:[^$`].*\n)+)```", (ROOT / "README.md").read_text())
+    assert len(blocks) >= 2
+    return {command: output.splitlines() for command, output in blocks}
 
 
 def check_step_4(output):
