@@ -115,8 +115,8 @@ def fixed_sequences(vocab_size: int, seq: int = 8) -> torch.Tensor:
 def run_script(main) -> None:
     """Run a step's `main`; an error that a learner can mend ends in one line, not in a traceback.
 
-    Functions raise ValueError for a bad argument, RuntimeError's child CheckpointError (step 2) for a bad
-    file, and let OSError through for a disk that is full or read-only.
+    Functions raise ValueError for a bad argument, its child CheckpointError (step 2) for a bad file, and
+    OSError for a disk that is full or read-only.
     """
     try:
         main()

@@ -12,11 +12,14 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,10 +90,10 @@ def write_whole(path: Path):
     Whatever happens before that, `path` keeps its old content. Raises OSError when the disk is full or
     read-only, saying so.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove(partial)  # left by a run that was killed
+        remove_leftovers(path)
         yield partial
         flush_to_disk(partial)
         replace_folder(partial, path) if partial.is_dir() else partial.replace(path)
@@ -111,12 +114,21 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove what writers of this path have left that were killed; one that still runs keeps its own."""
+    for partial in path.parent.glob(f".{path.name}.*.partial"):
+        pid = partial.name.split(".")[-2]
+        if pid == str(os.getpid()) or not psutil.pid_exists(int(pid)):
+            remove(partial)
+
+
 def flush_to_disk(path: Path) -> None:
     """Wait until the files are on the disk, so that a power cut after the rename cannot leave them empty."""
     for file in path.rglob("*") if path.is_dir() else [path]:
-        if file.is_file():
-            with file.open("rb+") as stream:
-                os.fsync(stream.fileno())
+        if file.is_file() and not file.is_symlink():
+            descriptor = os.open(file, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
 
 
 def parked_folder(folder: Path) -> Path:
@@ -223,8 +235,10 @@ def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int 
     Raises CheckpointError, before anything is written, naming every tensor that cannot be stored; OSError
     when the disk refuses.
     """
-    folder, limit = Path(folder), parse_size(max_shard_size)
+    folder, limit, state_dict = Path(folder).resolve(), parse_size(max_shard_size), dict(state_dict)
     problems = unsavable(state_dict)
+    if folder.exists() and not folder.is_dir():
+        problems.append("this is a file; give a folder")
     if limit < 1:
         problems.append(f"max_shard_size={max_shard_size!r} leaves no room for a tensor")
     if problems:
@@ -234,6 +248,7 @@ def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int 
     sizes = {name: tensor.nbytes for name, tensor in stored.items()}
     shards = plan_shards(sizes, limit)
     weight_map = {}
+    recover_folder(folder)
     with write_whole(folder) as partial:
         keep_other_files(folder, partial)
         for number, names in enumerate(tqdm(shards, desc="shards", unit="file", disable=None), start=1):
@@ -252,8 +267,12 @@ def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int 
 def keep_other_files(folder: Path, partial: Path) -> None:
     """Start the new folder with what is in the old one, apart from its weights: a tokenizer, a config."""
     partial.mkdir()
+
+    def weights(directory, names):
+        pattern = r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX_NAME)
+        return [name for name in names if Path(directory) == folder and re.fullmatch(pattern, name)]
+
     if folder.is_dir():
-        weights = shutil.ignore_patterns("model*.safetensors", INDEX_NAME)
         shutil.copytree(folder, partial, ignore=weights, symlinks=True, dirs_exist_ok=True)
 
 
@@ -343,7 +362,9 @@ def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
         problems += [f"{name} is not in {relative(file)}" for name in sorted(named - here)]
         problems += [f"{name} is in {relative(file)}, but not listed for it" for name in sorted(here - named)]
         recorded = (shard.metadata() or {}).items()
-        aliases.update({alias: name for alias, name in recorded if name in here and alias not in weight_map})
+        aliases.update(
+            {alias: name for alias, name in recorded if name in here and alias not in {*weight_map, "format"}}
+        )
     if problems:
         raise CheckpointError(f"{relative(start)} and its shards disagree: " + "; ".join(problems))
     return weight_map, aliases
@@ -357,21 +378,27 @@ def load_pt(path: Path) -> dict[str, torch.Tensor]:
     Raises CheckpointError when it is truncated, would run code, or holds something other than tensors.
     """
     try:
-        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{relative(path)} is refused: it holds more than tensors, and reading that could run a program. "
-            "Ask whoever made it for a plain state_dict, best as safetensors"
-        ) from error
-    except Exception as error:  # RuntimeError, EOFError, OSError, ...: one for each kind of damage
+        mapped = zipfile.is_zipfile(path)  # files older than PyTorch 1.6 are not, and cannot be mapped
+        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # RuntimeError, UnpicklingError, EOFError, ...: one for each kind of damage
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            raise CheckpointError(
+                f"{relative(path)} is refused: it holds more than tensors, and reading that could run a program. "
+                "Ask whoever made it for a plain state_dict, best as safetensors"
+            ) from error
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{relative(path)} is damaged or is no checkpoint ({first_line})") from error
-    if not isinstance(state_dict, dict):
-        raise CheckpointError(f"{relative(path)} holds a {type(state_dict).__name__}, not a state_dict")
+    return only_tensors(state_dict, relative(path))
+
+
+def only_tensors(state_dict, source: str) -> dict[str, torch.Tensor]:
+    """Return a state dict if it is one; raises CheckpointError that names what in it is not a tensor."""
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointError(f"{source} holds a {type(state_dict).__name__}, not a state_dict")
     others = [str(name) for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if others:
-        raise CheckpointError(f"{relative(path)} is no state_dict; these are not tensors: {', '.join(others)}")
-    return state_dict
+        raise CheckpointError(f"{source} is no state_dict; these are not tensors: {', '.join(others)}")
+    return {name: tensor.detach() for name, tensor in state_dict.items()}
 
 
 # --- the lesson's checkpoint ------------------------------------------------------------------------------

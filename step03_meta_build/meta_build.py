@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -50,37 +51,58 @@ class OpenContexts(threading.local):
 open_contexts = OpenContexts()
 
 
+@dataclass
+class Context:
+    """What is built now goes to `device`; `moved` knows the result for each tensor that was registered."""
+
+    device: torch.device
+    include_buffers: bool
+    moved: WeakTensorKeyDictionary
+
+
+def on_register(module: nn.Module, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Move a tensor that a module registers, if this thread is in a context that wants it; else return None."""
+    context = open_contexts.stack[-1] if open_contexts.stack else None
+    if context is None or tensor is None or is_lazy(tensor):
+        return None
+    if not isinstance(tensor, nn.Parameter) and not context.include_buffers:
+        return None
+    if tensor not in context.moved:  # registered under a second name, it is the same tensor again: the tie holds
+        new = tensor if tensor.device == context.device else dress(tensor.detach().to(context.device), tensor)
+        context.moved[tensor] = context.moved[new] = new
+    return context.moved[tensor]
+
+
+# Registered once and for all: adding hooks while another thread builds a module would disturb it.
+register_module_parameter_registration_hook(on_register)
+register_module_buffer_registration_hook(on_register)
+
+
+@contextmanager
+def entered(context: Context | None):
+    """Make a context the one that this thread builds in; None suspends the others."""
+    open_contexts.stack.append(context)
+    try:
+        yield
+    finally:
+        open_contexts.stack.pop()
+
+
 @contextmanager
 def init_on_device(device: torch.device | str, include_buffers: bool = False):
     """Build modules whose parameters are on `device` from the moment they are registered.
 
-    Parameters keep their class, attributes, `requires_grad` and ties. Acts only in the thread that entered
-    it; may be nested, the innermost decides. On the meta device, a constructor that moves itself
-    (`self.to("cpu")`) leaves its parameters on meta.
+    Parameters keep their class, attributes, `requires_grad` and ties to each other (one that was built before
+    the context stays where it is, and its tie is lost). Acts only in the thread that entered it; may be
+    nested, the innermost decides. On the meta device, a constructor that moves itself (`self.to("cpu")`)
+    leaves its parameters on meta.
 
     Accelerate's context of this name replaces `nn.Module.register_parameter`, for all threads. Here PyTorch's
     own hook inside `register_parameter` is used: two contexts cannot restore each other's replacement.
     """
     device = torch.device(device)
-    moved = WeakTensorKeyDictionary()  # a tensor registered under two names is moved once: the tie holds
-    me = object()
-
-    def on_register(module, name, tensor):
-        if open_contexts.stack[-1:] != [me] or tensor is None or is_lazy(tensor):
-            return None  # another thread's or an outer context's module, or nothing to move
-        if tensor not in moved:
-            moved[tensor] = move_keeping_class(tensor, device)
-            moved[moved[tensor]] = moved[tensor]
-        return moved[tensor]
-
-    with ExitStack() as cleanup:
-        cleanup.callback(register_module_parameter_registration_hook(on_register).remove)
-        if include_buffers:
-            cleanup.callback(register_module_buffer_registration_hook(on_register).remove)
-        if device.type == "meta":
-            cleanup.enter_context(StayOnMeta())
-        open_contexts.stack.append(me)
-        cleanup.callback(open_contexts.stack.pop)
+    stay = StayOnMeta() if device.type == "meta" else nullcontext()
+    with stay, entered(Context(device, include_buffers, WeakTensorKeyDictionary())):
         yield
 
 
@@ -98,13 +120,11 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
 
 
-def move_keeping_class(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a parameter or a buffer; class, attributes and `requires_grad` stay."""
-    if tensor.device == device:
-        return tensor
-    new = tensor.detach().to(device).as_subclass(type(tensor))
-    new.__dict__.update(tensor.__dict__)
-    return new.requires_grad_(tensor.requires_grad)
+def dress(new: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Give a new tensor the class, the attributes and the `requires_grad` of the one whose place it takes."""
+    new = new.detach().as_subclass(type(like))
+    new.__dict__.update(like.__dict__)
+    return new.requires_grad_(like.requires_grad)
 
 
 class StayOnMeta(TorchFunctionMode):
@@ -115,8 +135,9 @@ class StayOnMeta(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in self.MOVES and args[0].is_meta:
-            dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
-            return args[0].to(dtypes[0]) if dtypes else args[0]
+            given = (*args[1:], *kwargs.values())
+            dtypes = [getattr(value, "dtype", value) for value in given]  # a dtype, or a tensor that has it
+            return args[0].to(next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), args[0].dtype))
         return func(*args, **kwargs)
 
 

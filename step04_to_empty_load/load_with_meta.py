@@ -1,7 +1,7 @@
 """Step 4: give a meta model its memory and its values, and be sure that they are the right ones.
 
-You learn the flow meta build -> `to_empty` -> strict load, the five things that it gets wrong without
-an error, and one loader that is right about all of them.
+You learn the flow meta build -> `to_empty` -> strict load, five ways in which loading by way of meta goes
+wrong without an error, and one loader that is right about all of them.
 Prints the flow, a verification against the model that never was on meta, each fault and its mend, and what
 three ways of loading take in memory. Reads the checkpoint of step 2.
 """
@@ -10,6 +10,7 @@ import argparse
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,11 +31,12 @@ from step02_checkpoint.build_checkpoint import (
     find_checkpoint_file,
     load_config,
     load_pt,
+    only_tensors,
     open_shard,
     relative,
     tensor_files,
 )
-from step03_meta_build.meta_build import init_empty_weights, measure_rss, rss_mb, warm_up
+from step03_meta_build.meta_build import dress, entered, init_empty_weights, measure_rss, rss_mb, warm_up
 
 # --- tied weights -----------------------------------------------------------------------------------------
 
@@ -47,10 +49,15 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """List the groups of names that stand for one and the same tensor; works on meta and on real models."""
+    return [names for names in names_by_tensor(model) if len(names) > 1]
+
+
+def names_by_tensor(model: nn.Module) -> list[list[str]]:
+    """List for each tensor of a model all the names that it has."""
     groups = defaultdict(list)
     for name, tensor in named_tensors(model):
         groups[id(tensor)].append(name)
-    return [names for names in groups.values() if len(names) > 1]
+    return list(groups.values())
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
@@ -77,11 +84,23 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 # --- memory for a meta model ------------------------------------------------------------------------------
 
 
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Map every name that a checkpoint of this model has to the model's tensor: all but unsaved buffers."""
+    unsaved = {
+        f"{name}.{key}".lstrip(".") for name, m in all_modules(model) for key in m._non_persistent_buffers_set
+    }
+    return {name: tensor for name, tensor in named_tensors(model) if name not in unsaved}
+
+
+def all_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List a model's modules under every name that they have."""
+    return list(model.named_modules(remove_duplicate=False))
+
+
 def unfillable_buffers(model: nn.Module) -> list[str]:
     """List the meta buffers that no checkpoint will fill, since `persistent=False` keeps them out of it."""
-    in_checkpoints = model.state_dict().keys()
-    buffers = model.named_buffers(remove_duplicate=False)
-    return [name for name, buffer in buffers if buffer.is_meta and name not in in_checkpoints]
+    fillable = persistent_tensors(model)
+    return [name for name, tensor in named_tensors(model) if tensor.is_meta and name not in fillable]
 
 
 UNFILLABLE = (
@@ -93,20 +112,25 @@ UNFILLABLE = (
 def materialize(module: nn.Module, device: torch.device | str) -> nn.Module:
     """Give every meta tensor memory on `device`, with arbitrary values; move real ones there, values intact.
 
-    What `to_empty` should do: real buffers keep their values, and tied weights stay tied. Returns the module.
+    What `to_empty` should do: real buffers keep their values, tied weights stay tied, and parameters keep
+    their class and attributes. Returns the module.
     Raises ValueError, before anything changes, naming each buffer whose values nothing could bring back.
     """
     lost = unfillable_buffers(module)
     if lost:
         raise ValueError("\n  ".join(["cannot materialize:", *(f"{name}: {UNFILLABLE}" for name in lost)]))
-    tied = find_tied_parameters(module)
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    retie_parameters(module, tied)
+    with entered(None):  # also inside init_empty_weights, what is set here is real
+        for names in names_by_tensor(module):
+            old = get_tensor(module, names[0])
+            new = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
+            new = new if new is old else dress(new, old)
+            for name in names:
+                set_tensor(module, name, new)
     return module
 
 
 def check_no_meta_tensors(model: nn.Module) -> None:
-    """Raise ValueError that lists what is still on meta: a CPU computes garbage with it, without an error."""
+    """Raise ValueError that lists what is still on meta: a CPU may compute garbage with it, without an error."""
     on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if on_meta:
         raise ValueError(f"still on the meta device, load them first: {', '.join(on_meta)}")
@@ -118,11 +142,13 @@ def check_no_meta_tensors(model: nn.Module) -> None:
 def read_checkpoint(checkpoint: Path | str | Mapping) -> tuple[dict[str, torch.Tensor], dict[str, Path]]:
     """Read a checkpoint's tensors as views of its files, without a copy in memory.
 
-    Takes `.pt`, `.bin` and `.safetensors` files, an index, a folder, or a state dict. Returns the tensors by
-    name, aliases included, and the file that each is from. Raises CheckpointError for damaged files.
+    Takes `.pt`, `.bin` and `.safetensors` files, an index, a folder, or a state dict, which is copied. Returns
+    the tensors by name, aliases included, and the file that each is from. Raises CheckpointError for damage.
     """
     if isinstance(checkpoint, Mapping):
-        return dict(checkpoint), dict.fromkeys(checkpoint, Path("the state dict"))
+        source = "the state dict"
+        tensors = {name: tensor.clone() for name, tensor in only_tensors(checkpoint, source).items()}
+        return tensors, dict.fromkeys(tensors, Path(source))
     start = find_checkpoint_file(checkpoint)
     if start.suffix not in (".safetensors", ".json"):
         tensors = load_pt(start)
@@ -139,41 +165,39 @@ def load_strict(model: nn.Module, checkpoint: Path | str | Mapping) -> nn.Module
 
     A meta tensor becomes a view of the checkpoint's file, in the model's dtype (another dtype costs a copy);
     a real one is filled in place. Tied weights stay tied, and one of their names in the file is enough.
+    While the model lives, replace its file by renaming another over it (step 2's `write_whole`); writing into
+    a mapped file, as `torch.save` does, changes the model or ends the process.
     Raises CheckpointError with every problem in one message: missing, unexpected and mis-shaped tensors,
     other kinds of numbers, tied names with different values, buffers that nothing fills.
     """
     tensors, files = read_checkpoint(checkpoint)
-    tied = find_tied_parameters(model)
-    fill_tied_names(tensors, files, tied)
+    wanted, tied = persistent_tensors(model), find_tied_parameters(model)
+    fill_tied_names(tensors, files, wanted, tied)
     problems = list_problems(model, tensors, files, tied)
     if problems:
         raise CheckpointError("\n  ".join([f"cannot load into {type(model).__name__}:", *problems]))
-    on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
-    values = {name: fit(tensors[name], target) for name, target in model.state_dict().items()}
-    if on_meta:
-        values = separate_untied(values, tied)
-    model.load_state_dict(values, strict=True, assign=on_meta)
-    retie_parameters(model, tied)
+    on_meta = {name: tensors[name].to(old.dtype) for name, old in wanted.items() if old.is_meta}
+    on_meta = separate_untied(on_meta, tied)
+    with torch.no_grad(), entered(None):  # also inside init_empty_weights, what is set here is real
+        for name, old in wanted.items():
+            set_tensor(model, name, dress(on_meta[name], old)) if old.is_meta else old.copy_(tensors[name])
+        retie_parameters(model, tied)
     return model
 
 
-def fill_tied_names(tensors: dict, files: dict, tied: list[list[str]]) -> None:
+def fill_tied_names(tensors: dict, files: dict, wanted: dict, tied: list[list[str]]) -> None:
     """Give every name of a tied tensor the value that the checkpoint has under one of them."""
     for names in tied:
         stored = [name for name in names if name in tensors]
         for name in names if stored else []:
-            tensors.setdefault(name, tensors[stored[0]])
-            files.setdefault(name, files[stored[0]])
-
-
-def fit(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Give a checkpoint's tensor the dtype and the device that the model wants; no copy if it has them."""
-    return value.to(device=value.device if target.is_meta else target.device, dtype=target.dtype)
+            if name in wanted:
+                tensors.setdefault(name, tensors[stored[0]])
+                files.setdefault(name, files[stored[0]])
 
 
 def list_problems(model: nn.Module, tensors: dict, files: dict, tied: list[list[str]]) -> list[str]:
     """Compare a model with what a checkpoint holds, and say everything that is wrong, one text a problem."""
-    wanted = model.state_dict()
+    wanted = persistent_tensors(model)
     problems = [f"missing: {name} {list(wanted[name].shape)}" for name in wanted if name not in tensors]
     problems += [f"unexpected: {name}, in {relative(files[name])}" for name in tensors if name not in wanted]
     for name in wanted.keys() & tensors.keys():
@@ -187,20 +211,28 @@ def list_problems(model: nn.Module, tensors: dict, files: dict, tied: list[list[
             problems.append(f"dtype: {name} is {value.dtype} {here}; the model wants {target.dtype}")
     for names in tied:
         stored = [tensors[name] for name in names if name in tensors and not tensors[name].is_meta]
-        if any(value is not stored[0] and not torch.equal(value, stored[0]) for value in stored):
+        if any(value is not stored[0] and not same_bytes(value, stored[0]) for value in stored):
             problems.append(f"tied: {', '.join(names)}: one tensor in the model, different values in the file")
     problems += [f"not filled: {name}: {UNFILLABLE}" for name in unfillable_buffers(model)]
     return sorted(problems)
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors hold the same bytes; unlike `torch.equal`, NaN is like itself."""
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+
+
 def separate_untied(values: dict, tied: list[list[str]]) -> dict:
-    """Copy what shares memory in the checkpoint but is not tied in the model, where each changes alone."""
+    """Copy what overlaps in the checkpoint's memory but is not tied in the model, where each changes alone."""
     group_of = {name: names[0] for names in tied for name in names}
-    owner, separate = {}, {}
-    for name, value in values.items():
+    separate, end, owner = {}, 0, None
+    whole = {name: value.contiguous() for name, value in values.items()}
+    for name, value in sorted(whole.items(), key=lambda item: item[1].data_ptr()):
         group = group_of.get(name, name)
-        first = owner.setdefault((value.data_ptr(), value.shape), group)
-        separate[name] = value if first == group or not value.numel() else value.clone()
+        overlaps = value.numel() > 0 and value.data_ptr() < end and group != owner
+        separate[name] = value.clone() if overlaps else value
+        if not overlaps:
+            end, owner = max(end, value.data_ptr() + value.nbytes), group
     return separate
 
 
@@ -314,33 +346,52 @@ def empty_tied_model() -> nn.Module:
         return TiedModel()
 
 
+@contextmanager
+def uninitialised_memory_is_nan():
+    """Have PyTorch fill memory that has no values yet with NaN, so that its use is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 def fault_to_empty(normal: nn.Module) -> None:
     """`to_empty` throws away the values of what was real, and unties; no strict load can notice."""
-    torch.use_deterministic_algorithms(True)  # uninitialised memory is then filled with NaN, to be seen
-    model = empty_tied_model().to_empty(device="cpu")
-    torch.use_deterministic_algorithms(False)
+    with uninitialised_memory_is_nan():
+        model = empty_tied_model().to_empty(device="cpu")
     print(f"to_empty_missing_keys={model.load_state_dict(normal.state_dict(), strict=True).missing_keys}")
     print(f"to_empty_keeps_table={torch.equal(model.table, normal.table)}")
     print(f"to_empty_keeps_tie={model.head.weight is model.embedding.weight}")
-    model = load_strict(materialize(empty_tied_model(), "cpu"), normal.state_dict())
-    print(f"materialize_then_load_strict_is_right={is_right(model, normal)}")
+    print(f"to_empty_parameters={count_parameters(model)} ({count_parameters(normal)} when tied)")
 
 
-def fault_lost_buffer() -> None:
-    """A buffer built on meta that no checkpoint holds stays without values; we refuse by name."""
+def mend_to_empty(normal: nn.Module) -> None:
+    """Give memory only to what has none, keep ties, then load: the same model as the normally built one."""
+    with uninitialised_memory_is_nan():
+        model = materialize(empty_tied_model(), "cpu")
+    print(f"materialize_then_load_strict_is_right={is_right(load_strict(model, normal.state_dict()), normal)}")
+
+
+def fault_lost_buffer(normal: nn.Module) -> None:
+    """A buffer built on meta that no checkpoint holds never gets values; we refuse it by name."""
     with init_empty_weights(include_buffers=True):
-        model = TiedModel()
+        model, ours = TiedModel(), TiedModel()
+    with uninitialised_memory_is_nan():
+        model.to_empty(device="cpu")
+    print(f"lost_buffer_missing_keys={model.load_state_dict(normal.state_dict(), strict=True).missing_keys}")
+    print(f"lost_buffer_has_its_values={torch.equal(model.table, normal.table)}")
     try:
-        materialize(model, "cpu")
-    except ValueError as error:
+        load_strict(ours, normal.state_dict())
+    except CheckpointError as error:
         print(f"lost_buffer_error={' '.join(str(error).split())}")
 
 
 def fault_assign(normal: nn.Module) -> None:
-    """`assign=True` puts a tensor of its own under each name, and so unties."""
+    """`assign=True` makes a parameter of its own for each name, and so unties."""
     model = empty_tied_model()
     model.load_state_dict(normal.state_dict(), assign=True)
     print(f"assign_keeps_tie={model.head.weight is model.embedding.weight}")
+    print(f"assign_parameters={count_parameters(model)} ({count_parameters(normal)} when tied)")
     print(f"load_strict_is_right={is_right(load_strict(empty_tied_model(), normal.state_dict()), normal)}")
 
 
@@ -377,7 +428,8 @@ def main() -> None:
     torch.manual_seed(0)
     normal = TiedModel()
     fault_to_empty(normal)
-    fault_lost_buffer()
+    mend_to_empty(normal)
+    fault_lost_buffer(normal)
     fault_assign(normal)
     fault_no_assign(normal)
 

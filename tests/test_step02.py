@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import stat
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
@@ -160,9 +162,15 @@ def test_a_second_checkpoint_leaves_no_stale_shard_and_keeps_other_files(tmp_pat
     (folder / "tokenizer.json").write_text("{}")
     (folder / "sub").mkdir()
     (folder / "sub" / "more.txt").write_text("kept")
+    for other in ("model_ema.safetensors", "sub/model.safetensors", f"sub/{INDEX_NAME}"):
+        (folder / other).write_text("of another model")
+    (folder / "tokenizer.json").chmod(0o444)
     (folder / "model.safetensors").write_bytes(b"an older single file")
     save_sharded_checkpoint({"a": torch.ones(2)}, folder)
-    assert names_in(folder) == ["model-00001-of-00001.safetensors", INDEX_NAME, "sub", "tokenizer.json"]
+    assert names_in(folder) == [
+        "model-00001-of-00001.safetensors", INDEX_NAME, "model_ema.safetensors", "sub", "tokenizer.json",
+    ]  # fmt: skip
+    assert names_in(folder / "sub") == ["model.safetensors", INDEX_NAME, "more.txt"]
     assert (folder / "sub" / "more.txt").read_text() == "kept"
     assert names_in(tmp_path) == ["c"]
 
@@ -201,6 +209,54 @@ def test_killed_between_the_two_renames_the_old_folder_comes_back(tmp_path):
     assert read_all(old)["a"].tolist() == [0, 0] and names_in(tmp_path) == ["c"]
 
 
+def test_saving_after_a_kill_between_the_renames_keeps_other_files(tmp_path):
+    folder = tmp_path / "c"
+    save_sharded_checkpoint({"a": torch.ones(2)}, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    folder.rename(tmp_path / ".c.old")
+    save_sharded_checkpoint({"a": torch.zeros(2)}, folder)
+    assert names_in(tmp_path) == ["c"] and "tokenizer.json" in names_in(folder)
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "model.pt").write_text("precious")
+    with pytest.raises(CheckpointError, match="this is a file"):
+        save_sharded_checkpoint({"a": torch.zeros(2)}, tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").read_text() == "precious"
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save_sharded_checkpoint({"a": torch.ones(2)}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and INDEX_NAME in names_in(tmp_path / "real")
+
+
+def test_two_writers_do_not_share_their_unfinished_folder(tmp_path):
+    with write_whole(tmp_path / "f") as partial:
+        partial.write_text("mine")
+        other = "from pathlib import Path; from step02_checkpoint.build_checkpoint import write_whole\n"
+        other += f"with write_whole(Path({str(tmp_path / 'f')!r})) as partial: partial.write_text('theirs')"
+        subprocess.run([sys.executable, "-c", other], check=True)
+        assert partial.read_text() == "mine" and (tmp_path / "f").read_text() == "theirs"
+    assert (tmp_path / "f").read_text() == "mine" and names_in(tmp_path) == ["f"]
+
+
+def test_a_mapping_that_makes_its_tensors_anew_is_stored_right(tmp_path):
+    class Lazy(dict):
+        def __getitem__(self, name):
+            return super().__getitem__(name).clone()
+
+        def items(self):
+            return ((name, self[name]) for name in self)
+
+    lazy = Lazy({str(i): torch.full((300, 300), float(i)) for i in range(6)})
+    save_sharded_checkpoint(lazy, tmp_path)
+    assert {name: tensor[0, 0].item() for name, tensor in read_all(tmp_path).items()} == {
+        str(i): i for i in range(6)
+    }
+
+
 def test_killed_after_both_renames_the_new_folder_stays(tmp_path):
     save_sharded_checkpoint({"a": torch.zeros(2)}, tmp_path / "c")
     (tmp_path / ".c.old").mkdir()
@@ -212,7 +268,7 @@ def test_write_whole_replaces_a_file_or_leaves_it(tmp_path):
     path = tmp_path / "deep" / "f.txt"
     with write_whole(path) as partial:
         partial.write_text("old")
-    (tmp_path / "deep" / ".f.txt.partial").write_text("from a killed run")
+    (tmp_path / "deep" / ".f.txt.999999999.partial").write_text("from a killed run")
     with pytest.raises(KeyboardInterrupt), write_whole(path) as partial:
         partial.write_text("new")
         raise KeyboardInterrupt
@@ -252,6 +308,11 @@ def test_a_damaged_pt_names_its_file(tmp_path, content):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match="x.pt is (damaged|refused)"):
         load_pt(tmp_path / "x.pt")
+
+
+def test_an_old_pt_that_is_no_zip_is_read(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert load_pt(tmp_path / "old.bin")["a"].tolist() == [1, 1]
 
 
 def test_a_pt_that_holds_something_else_is_refused(tmp_path):

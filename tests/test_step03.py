@@ -1,6 +1,8 @@
 """Step 3: the meta build, in every situation in which Accelerate's context has failed somebody."""
 
+import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from step03_meta_build.meta_build import (
     init_empty_weights,
     init_on_device,
     measure_rss,
+    open_contexts,
     peak_rss_mb,
     rss_mb,
     structure,
@@ -29,7 +32,7 @@ def hooks():
 def everything_is_as_before():
     before, register = hooks(), nn.Module.register_parameter
     yield
-    assert hooks() == before == ({}, {}) and nn.Module.register_parameter is register
+    assert hooks() == before and open_contexts.stack == [] and nn.Module.register_parameter is register
     assert not nn.Linear(1, 1).weight.is_meta
 
 
@@ -102,6 +105,12 @@ def test_m2_a_constructor_may_move_itself(move):
     assert structure(model) == structure(real)
 
 
+def test_m2_a_dtype_taken_from_another_tensor_is_kept():
+    with init_empty_weights():
+        weight = nn.Linear(2, 2).weight
+        assert weight.to(torch.zeros(1).half()).dtype == torch.float16
+
+
 def test_m2_moving_a_real_tensor_inside_still_moves_it():
     with init_empty_weights():
         assert torch.ones(2).to("cpu", torch.float16).dtype == torch.float16
@@ -154,6 +163,27 @@ def test_two_threads_may_enter_and_leave_in_any_order():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert devices == ["cpu", "meta"]
+
+
+def test_many_threads_build_at_once():
+    """Adding and removing hooks while others build raised `OrderedDict mutated during iteration`."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    errors = []
+
+    def build(context):
+        try:
+            for _ in range(150):
+                with context():
+                    assert nn.Linear(2, 2).weight.is_meta == (context is init_empty_weights)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=build, args=[context]) for context in [init_empty_weights, nullcontext] * 2]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    sys.setswitchinterval(interval)
+    assert errors == []
 
 
 def test_contexts_nest_and_the_innermost_decides():

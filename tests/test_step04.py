@@ -231,6 +231,126 @@ def test_a_loaded_model_outlives_its_file(tmp_path):
     assert torch.equal(model.weight, saved.weight)
 
 
+def test_inside_the_context_what_is_loaded_is_real(normal, checkpoint):
+    with init_empty_weights():
+        loaded = load_strict(TiedModel(), checkpoint(normal.state_dict()))
+        made = materialize(TiedModel(), "cpu")
+    check_no_meta_tensors(loaded)
+    check_no_meta_tensors(made)
+    assert torch.equal(outputs(loaded), outputs(normal)) and made.head.weight is made.embedding.weight
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def marked_module():
+    module = nn.Module()
+    module.weight = Marked(torch.ones(3), requires_grad=False)
+    module.weight.no_decay = True
+    return module
+
+
+@pytest.mark.parametrize("prepare", [lambda model: model, lambda model: materialize(model, "cpu")])
+def test_parameters_keep_class_attributes_and_requires_grad(prepare):
+    with init_empty_weights():
+        model = marked_module()
+    load_strict(prepare(model), {"weight": nn.Parameter(torch.full((3,), 7.0))})
+    assert type(model.weight) is Marked and model.weight.no_decay and not model.weight.requires_grad
+    assert model.weight.tolist() == [7, 7, 7]
+
+
+def test_the_checkpoint_gives_values_and_nothing_else(tmp_path):
+    source = nn.BatchNorm1d(2)
+    state = {name: nn.Parameter(tensor.float()) for name, tensor in source.state_dict().items()}
+    state["num_batches_tracked"] = torch.tensor(3)
+    torch.save(state, tmp_path / "c.pt")
+    for checkpoint in (state, tmp_path / "c.pt"):
+        with init_empty_weights(include_buffers=True):
+            model = nn.BatchNorm1d(2).half().requires_grad_(False)
+        load_strict(model, checkpoint)
+        assert not model.weight.requires_grad and not isinstance(model.running_mean, nn.Parameter)
+        assert model.running_mean.grad_fn is None and all(p.requires_grad for n, p in state.items() if p.dim())
+
+
+def test_a_state_dict_is_copied():
+    source = nn.Linear(2, 2)
+    with init_empty_weights():
+        model = nn.Linear(2, 2)
+    load_strict(model, source.state_dict())
+    with torch.no_grad():
+        model.weight.zero_()
+    assert source.weight.abs().sum() > 0
+    swapped = {"weight": source.weight.T, "bias": source.bias}
+    expected = source.weight.T.clone()
+    assert torch.equal(load_strict(source, swapped).weight, expected)
+
+
+def test_what_overlaps_in_the_file_is_apart_in_the_model(tmp_path):
+    base = torch.arange(8.0)
+    torch.save({"a": base[:4], "b": base[2:6], "c": torch.ones(1).expand(4)}, tmp_path / "c.pt")
+    with init_empty_weights():
+        model = nn.ParameterDict({name: nn.Parameter(torch.empty(4), requires_grad=False) for name in "abc"})
+    load_strict(model, tmp_path / "c.pt")
+    model["a"].fill_(99)
+    model["c"][0] = 5
+    assert model["b"].tolist() == [2, 3, 4, 5] and model["c"].tolist() == [5, 1, 1, 1]
+
+
+def test_real_tensors_of_a_mixed_model_are_filled_in_place():
+    with init_empty_weights():
+        norm = nn.BatchNorm1d(2)
+    mean = norm.running_mean
+    load_strict(norm, nn.BatchNorm1d(2).state_dict() | {"running_mean": torch.full((2,), 5.0)})
+    assert norm.running_mean is mean and mean.tolist() == [5, 5]
+
+
+def test_a_modules_own_migration_does_not_run_on_a_current_checkpoint():
+    class Versioned(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            if local_metadata.get("version") is None:
+                state_dict[prefix + "weight"] = state_dict[prefix + "weight"] / 2
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    source = Versioned(2, 2)
+    assert torch.equal(load_strict(Versioned(2, 2), source.state_dict()).weight, source.weight)
+
+
+def test_nan_in_a_tied_weight_is_no_difference(normal, checkpoint):
+    with torch.no_grad():
+        normal.head.weight[0, 0] = float("nan")
+    state_dict = {name: tensor.clone() for name, tensor in normal.state_dict().items()}
+    assert load_strict(empty_tied_model(), checkpoint(state_dict)).head.weight[0, 0].isnan()
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5"])
+def test_transformers_models_come_back_bit_for_bit(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    attention = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    sizes = {
+        "Llama": attention | {"num_key_value_heads": 2, "tie_word_embeddings": True},
+        "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+        "Bert": attention,
+        "T5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+    }
+    head = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}
+    kind = getattr(transformers, name + head[name])
+    config = getattr(transformers, name + "Config")(vocab_size=64, **sizes[name])
+    source = kind(config).eval()
+    save_sharded_checkpoint(source.state_dict(), tmp_path, "20KB")
+    ids = torch.arange(2, 12).reshape(1, 10)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "T5" else {})
+    with init_empty_weights():
+        empty, to_fill = kind(config).eval(), kind(config).eval()
+    with torch.inference_mode():
+        expected = source(**inputs).logits
+        for model in (load_strict(empty, tmp_path), load_strict(materialize(to_fill, "cpu"), tmp_path)):
+            assert torch.equal(model(**inputs).logits, expected)
+            assert find_tied_parameters(model) == find_tied_parameters(source)
+
+
 # --- load_strict: refusals
 
 
