@@ -6,7 +6,7 @@ STEPS = $(sort $(wildcard step*/*.py))
 NOTEBOOKS = $(sort $(wildcard step*/*.ipynb notebooks/*.ipynb))
 
 .DEFAULT_GOAL = tour
-.PHONY: tour test notebooks lab clean
+.PHONY: tour test notebooks lab bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ test: $(VENV)/.installed-dev  ## check everything: style, tests, every notebook 
 
 notebooks: $(VENV)/.installed  ## refresh the notebooks from the scripts and execute them
 	$(BIN)/python tests/sync_notebooks.py $(NOTEBOOKS)
+
+bench: $(VENV)/.installed-dev  ## time planning beside Accelerate
+	$(BIN)/python notebooks/bench_planning.py
 
 lab: $(VENV)/.installed  ## open JupyterLab at the course
 	$(BIN)/jupyter lab --notebook-dir=.

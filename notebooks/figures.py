@@ -6,7 +6,8 @@ Only notebooks and tests import this; the steps run without matplotlib.
 import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours: told apart by colour-blind readers, and of different brightness in greyscale.
-COLOURS = {"anonymous": "#0072B2", "file": "#F0E442", "bound": "#000000"}
+COLOURS = {"anonymous": "#0072B2", "file": "#F0E442", "bound": "#000000", "cpu": "#E69F00", "disk": "#999999"}
+GPU_COLOURS = ["#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#882255", "#44AA99", "#DDCC77"]
 
 plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100})
 
@@ -32,4 +33,62 @@ def peak_bars(peaks: dict[str, dict], size_mb: float, title: str) -> plt.Figure:
     axes.set_ylim(len(peaks) - 0.5, -1.0)
     figure.legend(loc="lower right", ncols=2, frameon=False, fontsize=10)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
+    return figure
+
+
+def device_colour(device: int | str) -> str:
+    """Give each device the colour that it has in every figure."""
+    return GPU_COLOURS[device % len(GPU_COLOURS)] if isinstance(device, int) else COLOURS[device]
+
+
+def device_name(device: int | str) -> str:
+    """Write a device as the figures call it."""
+    return f"GPU {device}" if isinstance(device, int) else device
+
+
+def device_bars(plans: dict, title: str) -> plt.Figure:
+    """Draw for several plans what each device holds, unit by unit, in MB, beside its budget.
+
+    `plans` maps a label to the books of step 5 (a `Packer`).
+    """
+    figure, rows = plt.subplots(len(plans), 1, figsize=(8, 1.35 * len(plans) + 0.8), sharex=True)
+    for axes, (label, packer) in zip(rows, plans.items(), strict=True):
+        devices = [device for device in packer.devices if packer.used[device] or isinstance(device, int)]
+        for row, device in enumerate(devices):
+            start = 0
+            for index, unit in enumerate(packer.units):
+                if packer.place_of[index] == device:
+                    size = unit.bytes / 1e6
+                    axes.barh(row, size, left=start, color=device_colour(device), edgecolor="white", height=0.7)
+                    start += size
+            if packer.budget[device] < 1e3 * max(packer.used.values()):
+                budget = packer.budget[device] / 1e6
+                axes.plot([budget, budget], [row - 0.45, row + 0.45], "--", color=COLOURS["bound"], linewidth=1)
+        axes.set_yticks(range(len(devices)), [device_name(device) for device in devices])
+        axes.invert_yaxis()
+        axes.set_ylabel(label, rotation=0, ha="right", va="center", labelpad=45)
+    axes.set_xlabel("bytes held (MB); dashed: the budget")
+    figure.suptitle(title, fontsize=12)
+    figure.tight_layout()
+    return figure
+
+
+def share_bars(shares: dict[int, dict], title: str) -> plt.Figure:
+    """Draw how much of a model is on accelerators, in RAM and on disk, in GiB, for several numbers of GPUs."""
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(shares) + 1.6))
+    for row, used in enumerate(shares.values()):
+        start = 0
+        for device, size in used.items():
+            gib = size / 2**30
+            axes.barh(row, gib, left=start, color=device_colour(device), edgecolor="white", height=0.65)
+            if gib > 6:
+                colour = "white" if device_colour(device) in ("#0072B2", "#882255") else "black"
+                axes.text(
+                    start + gib / 2, row, device_name(device), ha="center", va="center", fontsize=9, color=colour
+                )
+            start += gib
+    axes.set_yticks(range(len(shares)), [f"{count} GPU{'s' if count > 1 else ''}" for count in shares])
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="bytes of the model (GiB)")
+    figure.tight_layout()
     return figure

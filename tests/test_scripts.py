@@ -9,11 +9,11 @@ import sys
 import pytest
 from conftest import ROOT, facts
 
-STEPS_1_TO_4 = (1, 2, 3, 4)
+STEPS = (1, 2, 3, 4, 5)
 
 
 def test_in_order_from_the_root_without_a_home_folder(course):
-    outputs = {step: course.run(step, env={"HOME": "/nonexistent/home"}) for step in STEPS_1_TO_4}
+    outputs = {step: course.run(step, env={"HOME": "/nonexistent/home"}) for step in STEPS}
     for step, result in outputs.items():
         assert result.returncode == 0 and result.stderr == "", (step, result.stderr)
     assert facts(outputs[1].stdout)["parameters"] == "159298"
@@ -58,7 +58,7 @@ def check_step_4(output):
 QUICK = {4: ["--measure", "tiny"]}  # the peaks of `small` are measured once, in order from the root
 
 
-@pytest.mark.parametrize("step", STEPS_1_TO_4)
+@pytest.mark.parametrize("step", STEPS)
 def test_from_its_own_folder_out_of_order_and_twice(course, step):
     first, second = (course.run(step, *QUICK.get(step, []), cwd=course.script(step).parent) for _ in range(2))
     for result in (first, second):
