@@ -122,8 +122,12 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 def dress(new: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Give a new tensor the class, the attributes and the `requires_grad` of the one whose place it takes."""
-    new = new.detach().as_subclass(type(like))
-    new.__dict__.update(like.__dict__)
+    new = new.detach()
+    if type(new) is torch.Tensor:
+        new = new.as_subclass(type(like))
+        new.__dict__.update(like.__dict__)
+    elif isinstance(like, nn.Parameter):  # a tensor of a kind of its own, like a fake one, stays what it is
+        new = nn.Parameter(new)
     return new.requires_grad_(like.requires_grad)
 
 

@@ -86,9 +86,7 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Map every name that a checkpoint of this model has to the model's tensor: all but unsaved buffers."""
-    unsaved = {
-        f"{name}.{key}".lstrip(".") for name, m in all_modules(model) for key in m._non_persistent_buffers_set
-    }
+    unsaved = {f"{name}.{key}".lstrip(".") for name, m in all_modules(model) for key in m._non_persistent_buffers_set}
     return {name: tensor for name, tensor in named_tensors(model) if name not in unsaved}
 
 
@@ -418,9 +416,7 @@ def measure_peaks(config_name: str) -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="tiny", choices=["tiny", "small", "medium"])
-    parser.add_argument(
-        "--measure", default="small", choices=["tiny", "small", "medium"], help="model for the peaks"
-    )
+    parser.add_argument("--measure", default="small", choices=["tiny", "small", "medium"], help="model for the peaks")
     args = parser.parse_args()
 
     verify(run_flow(args.config), args.config)

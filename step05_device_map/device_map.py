@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from step01_model_def.model_def import CONFIGS, format_bytes, run_script
 from step02_checkpoint.build_checkpoint import parse_size
@@ -94,8 +95,8 @@ def find_blocks(model: nn.Module, no_split_module_classes: list[str] | str | Non
     """Find the modules that are never split, by name, the outermost of each kind.
 
     They are those of the classes named by the caller; else of the classes in `_no_split_modules`, which
-    Transformers' models bring along; else the items of every `nn.ModuleList`. A block is split only if no
-    device that computes can hold it.
+    Transformers' models bring along; else the items of every `nn.ModuleList`, and PyTorch's own layer whose
+    fast path reads all its weights. A block is split only if no device that computes can hold it.
     """
     if isinstance(no_split_module_classes, str):
         no_split_module_classes = [no_split_module_classes]
@@ -106,8 +107,8 @@ def find_blocks(model: nn.Module, no_split_module_classes: list[str] | str | Non
     blocks = {}
 
     def visit(name, module, parent):
-        by_list = no_split_module_classes is None and not classes and isinstance(parent, nn.ModuleList)
-        if type(module).__name__ in classes or by_list:
+        alike = isinstance(parent, nn.ModuleList) or isinstance(module, nn.TransformerEncoderLayer)
+        if type(module).__name__ in classes or (no_split_module_classes is None and not classes and alike):
             blocks[name] = module
         else:
             for child_name, child in children_of(name, module):
@@ -121,6 +122,11 @@ def children_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """List the children of a module with their full names; one module under two names is listed twice."""
     prefix = f"{name}." if name else ""
     return [(prefix + child, m) for child, m in module._modules.items() if m is not None]
+
+
+def reads_its_children(module: nn.Module) -> bool:
+    """Tell whether a module of PyTorch reads its children's tensors itself, so that it cannot be cut at all."""
+    return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)
 
 
 @dataclass
@@ -164,7 +170,7 @@ def cut_into_units(model: nn.Module, is_whole, dtype=None, special_dtypes=None, 
     def visit(name, module):
         """Add the units of a module; returns the largest `need` among them."""
         children, prefix = children_of(name, module), f"{name}." if name else ""
-        if not children or is_whole(name, module):
+        if not children or reads_its_children(module) or is_whole(name, module):
             return add(name, [name], {prefix + key: tensor for key, tensor in named_tensors(module)}).need
         start = len(units)
         own = {prefix + key: t for key, t in {**module._parameters, **module._buffers}.items() if t is not None}
@@ -250,12 +256,7 @@ def container_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def get_balanced_memory(
-    model: nn.Module,
-    max_memory=None,
-    no_split_module_classes=None,
-    dtype=None,
-    special_dtypes=None,
-    low_zero=False,
+    model: nn.Module, max_memory=None, no_split_module_classes=None, dtype=None, special_dtypes=None, low_zero=False
 ) -> dict[int | str, int]:
     """Lower the accelerators' budgets so that each gets a like share; with `low_zero` the first gets the rest.
 
@@ -270,9 +271,7 @@ def get_balanced_memory(
         return table
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     blocks = [sizes.get(name, 0) for name in find_blocks(model, no_split_module_classes)]
-    leaves = [
-        sizes[name] for name, module in model.named_modules() if name in sizes and is_leaf(name, module, sizes)
-    ]
+    leaves = [sizes[name] for name, module in model.named_modules() if name in sizes and is_leaf(name, module, sizes)]
     margin = int(1.25 * max([0, *blocks, sum(leaves) // max(len(leaves), 1)]))
     share = sizes[""] // (len(ids) - 1 if low_zero else len(ids)) + margin
     for device in ids[low_zero:-1]:
@@ -418,11 +417,7 @@ class Packer:
 
     def why_not(self, device: int | str, index: int) -> str:
         """Say in numbers why units do not go on a device."""
-        size, room, free = (
-            self.group_bytes(self.group_of[index]),
-            self.reserve(device, index + 1),
-            self.free(device),
-        )
+        size, room, free = (self.group_bytes(self.group_of[index]), self.reserve(device, index + 1), self.free(device))
         return f"{device} has {free} B free; {size} B + {room} B reserved do not fit"
 
 
@@ -667,9 +662,7 @@ def forecast(packer: Packer) -> dict[str, int]:
     Prefetching brings the next unit while one runs, so that two of them are there beside the resident ones.
     """
     main = "cpu" if packer.main is None else packer.main
-    elsewhere = [
-        packer.units[i] for i, place in packer.place_of.items() if isinstance(place, str) and place != main
-    ]
+    elsewhere = [packer.units[i] for i, place in packer.place_of.items() if isinstance(place, str) and place != main]
     kept = 0 if packer.buffers_move else sum(unit.buffer_bytes for unit in elsewhere)
     largest = max((unit.need for unit in elsewhere), default=0)
     costs = {"moved_bytes_per_forward": sum(unit.bytes for unit in elsewhere) - kept}

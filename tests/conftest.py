@@ -29,13 +29,7 @@ class Course:
         command = [*prefix, sys.executable, str(self.script(step)), *args]
         environment = os.environ | {"PYTHONPATH": str(self.folder)} | (env or {})
         return subprocess.run(
-            command,
-            cwd=cwd or self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            **options,
+            command, cwd=cwd or self.folder, env=environment, capture_output=True, text=True, timeout=300, **options
         )
 
 

@@ -66,14 +66,7 @@ def code_lines(script) -> int:
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    nothing = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     with script.open() as stream:
         tokens = [token for token in tokenize.generate_tokens(stream.readline) if token.type not in nothing]
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)

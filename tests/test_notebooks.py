@@ -30,9 +30,7 @@ def test_code_of_the_script_is_not_retyped(notebook):
     available = definitions(notebook.with_suffix(".py"))
     for cell in code_cells(notebook):
         if shown_names(cell.source) is None:
-            retyped = [
-                name for name in available if f"def {name}(" in cell.source or f"class {name}(" in cell.source
-            ]
+            retyped = [name for name in available if f"def {name}(" in cell.source or f"class {name}(" in cell.source]
             assert retyped == [], "start the cell with the header line that shows them"
 
 
@@ -63,9 +61,7 @@ def test_metadata_is_stable(notebook):
 
 def test_a_notebook_starts_with_what_you_learn_and_how_long_it_takes(notebook):
     first = nbformat.read(notebook, as_version=4).cells[0].source
-    assert (
-        first.startswith("# ") and "You will be able to" in first and "Minutes" in first and "Before this" in first
-    )
+    assert first.startswith("# ") and "You will be able to" in first and "Minutes" in first and "Before this" in first
 
 
 def run_nbval(path):

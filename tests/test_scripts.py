@@ -26,9 +26,7 @@ def test_in_order_from_the_root_without_a_home_folder(course):
     check_step_4(outputs[4].stdout)
     for command, shown in readme_outputs().items():
         step = int(command.removeprefix("python step")[:2])
-        assert set(shown) <= set(outputs[step].stdout.splitlines()), (
-            f"the README shows something else for {command}"
-        )
+        assert set(shown) <= set(outputs[step].stdout.splitlines()), f"the README shows something else for {command}"
 
 
 def readme_outputs():
@@ -67,9 +65,7 @@ def test_from_its_own_folder_out_of_order_and_twice(course, step):
         assert "note=artifacts/model_config.json is missing: building it" in first.stdout
         assert "note=" not in second.stdout
         check_step_4(first.stdout), check_step_4(second.stdout)
-    assert [path.name for path in course.script(step).parent.iterdir() if path.is_file()] == [
-        course.script(step).name
-    ]
+    assert [path.name for path in course.script(step).parent.iterdir() if path.is_file()] == [course.script(step).name]
     assert list(course.artifacts.rglob(".*")) == []
 
 

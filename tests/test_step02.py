@@ -139,15 +139,7 @@ def test_everything_that_cannot_be_stored_is_said_before_anything_is_written(tmp
     }  # fmt: skip
     with pytest.raises(CheckpointError) as caught:
         save_sharded_checkpoint(state_dict, tmp_path / "c", max_shard_size=0)
-    for part in [
-        "on.meta",
-        "step: of type int",
-        "sparse",
-        "complex128",
-        "uint4",
-        "__metadata__",
-        "max_shard_size=0",
-    ]:
+    for part in ["on.meta", "step: of type int", "sparse", "complex128", "uint4", "__metadata__", "max_shard_size=0"]:
         assert part in str(caught.value)
     assert "good" not in str(caught.value)
     assert names_in(tmp_path) == []
@@ -252,9 +244,7 @@ def test_a_mapping_that_makes_its_tensors_anew_is_stored_right(tmp_path):
 
     lazy = Lazy({str(i): torch.full((300, 300), float(i)) for i in range(6)})
     save_sharded_checkpoint(lazy, tmp_path)
-    assert {name: tensor[0, 0].item() for name, tensor in read_all(tmp_path).items()} == {
-        str(i): i for i in range(6)
-    }
+    assert {name: tensor[0, 0].item() for name, tensor in read_all(tmp_path).items()} == {str(i): i for i in range(6)}
 
 
 def test_killed_after_both_renames_the_new_folder_stays(tmp_path):

@@ -325,8 +325,8 @@ def test_nan_in_a_tied_weight_is_no_difference(normal, checkpoint):
     assert load_strict(empty_tied_model(), checkpoint(state_dict)).head.weight[0, 0].isnan()
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5"])
-def test_transformers_models_come_back_bit_for_bit(tmp_path, name):
+def transformers_model(name, **options):
+    """Build a small random model of Transformers; returns it and inputs for it."""
     transformers = pytest.importorskip("transformers")
     attention = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
     sizes = {
@@ -336,14 +336,18 @@ def test_transformers_models_come_back_bit_for_bit(tmp_path, name):
         "T5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
     }
     head = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}
-    kind = getattr(transformers, name + head[name])
     config = getattr(transformers, name + "Config")(vocab_size=64, **sizes[name])
-    source = kind(config).eval()
-    save_sharded_checkpoint(source.state_dict(), tmp_path, "20KB")
     ids = torch.arange(2, 12).reshape(1, 10)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "T5" else {})
+    return getattr(transformers, name + head[name])(config).eval(), inputs
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5"])
+def test_transformers_models_come_back_bit_for_bit(tmp_path, name):
+    source, inputs = transformers_model(name)
+    save_sharded_checkpoint(source.state_dict(), tmp_path, "20KB")
     with init_empty_weights():
-        empty, to_fill = kind(config).eval(), kind(config).eval()
+        empty, to_fill = (type(source)(source.config).eval() for _ in range(2))
     with torch.inference_mode():
         expected = source(**inputs).logits
         for model in (load_strict(empty, tmp_path), load_strict(materialize(to_fill, "cpu"), tmp_path)):
@@ -415,7 +419,5 @@ def test_the_mapped_model_needs_one_copy_and_the_plain_one_two(tmp_path):
         "from step04_to_empty_load.load_with_meta import *; warm_up()\n"
         "[ensure_checkpoint(name) for name in ('tiny', 'small')]; run(load_plain('tiny')); import gc; gc.collect()"
     )
-    peaks = {
-        way: peak_rss_mb(f"model = {way}('small'); run(model)", setup) for way in ("load_plain", "load_mapped")
-    }
+    peaks = {way: peak_rss_mb(f"model = {way}('small'); run(model)", setup) for way in ("load_plain", "load_mapped")}
     assert peaks["load_mapped"] < 1.3 * size_mb < 1.7 * size_mb < peaks["load_plain"]

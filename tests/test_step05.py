@@ -65,9 +65,7 @@ def bytes_by_device(model, device_map):
 # --- sizes
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.uint4, torch.int2, torch.bool, torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
-)
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.int2, torch.bool, torch.float8_e4m3fn, torch.float4_e2m1fn_x2])
 def test_p6_small_dtypes_count_what_they_are_stored_in(dtype):
     assert dtype_byte_size(dtype) == torch.empty(1, dtype=dtype).element_size() == 1
 
@@ -157,13 +155,7 @@ def test_a_table_is_checked_ordered_and_not_changed():
     assert table == before
     with pytest.raises(ValueError) as caught:
         get_max_memory({"gpu": 1, 0: "much", "cuda:0": 5, "0": 5, True: 1, -1: 3, 2: -5})
-    for part in [
-        "'gpu' is not a device",
-        "'much' is not a size",
-        "0 stands twice",
-        "-1 is not a device",
-        "-5 is not",
-    ]:
+    for part in ["'gpu' is not a device", "'much' is not a size", "0 stands twice", "-1 is not a device", "-5 is not"]:
         assert part in str(caught.value)
 
 
@@ -196,9 +188,7 @@ def test_p8_the_order_of_the_table_does_not_matter():
         assert infer_auto_device_map(model, {key: budgets[key] for key in keys}) == plan
 
 
-@pytest.mark.parametrize(
-    "table", [{0: 10**6, 3: 10**6}, {2: 10**6, 5: 10**6, 7: 10**6}, {0: 0, 1: 10**6, 3: 10**6}]
-)
+@pytest.mark.parametrize("table", [{0: 10**6, 3: 10**6}, {2: 10**6, 5: 10**6, 7: 10**6}, {0: 0, 1: 10**6, 3: 10**6}])
 def test_p9_balanced_low_0_uses_the_ids_that_exist(table):
     model = nn.Sequential(*[linear() for _ in range(12)])
     lowered = get_balanced_memory(model, table, low_zero=True)
@@ -225,9 +215,7 @@ def test_balanced_memory_is_accelerates(low_zero):
 
 def test_strategies():
     model, table = build_empty("small"), {0: 10**8, 1: 10**8}
-    used = {
-        s: bytes_by_device(model, plan_device_map(model, s, table)[0]) for s in ("auto", "balanced", "sequential")
-    }
+    used = {s: bytes_by_device(model, plan_device_map(model, s, table)[0]) for s in ("auto", "balanced", "sequential")}
     assert used["auto"] == used["balanced"] and abs(used["auto"][0] - used["auto"][1]) < 0.3 * sum(
         used["auto"].values()
     )
@@ -443,13 +431,7 @@ def test_verbose_tells_the_decisions(capsys):
 
 def test_a_map_with_faults_names_them_all():
     model = build_empty("tiny")
-    wrong = {
-        "encoder": 0,
-        "encoder.layers.7": "cpu",
-        "classifier": "gpu",
-        "token_embedding.weight": None,
-        "clas": 0,
-    }
+    wrong = {"encoder": 0, "encoder.layers.7": "cpu", "classifier": "gpu", "token_embedding.weight": None, "clas": 0}
     with pytest.raises(ValueError) as caught:
         check_device_map(model, wrong)
     for part in [
@@ -481,16 +463,12 @@ def test_maps_are_merged_like_accelerates():
 
 def test_single_entries_of_a_merged_map_can_be_changed():
     model = build_empty("tiny")
-    changed = override_device_map(
-        model, {"": 0}, {"encoder.layers.2": "disk", "encoder.layers.0.linear1.bias": "cpu"}
-    )
+    changed = override_device_map(model, {"": 0}, {"encoder.layers.2": "disk", "encoder.layers.0.linear1.bias": "cpu"})
     assert changed["encoder.layers.2"] == "disk" and changed["encoder.layers.0.linear1.bias"] == "cpu"
     assert changed["encoder.layers.0.linear1.weight"] == 0 and changed["encoder.layers.1"] == 0
     resolved = resolve_device_map(model, changed)
     assert sum(device == "disk" for device in resolved.values()) == 12
-    assert override_device_map(model, changed, {"encoder.layers.2": 0, "encoder.layers.0.linear1.bias": 0}) == {
-        "": 0
-    }
+    assert override_device_map(model, changed, {"encoder.layers.2": 0, "encoder.layers.0.linear1.bias": 0}) == {"": 0}
     with pytest.raises(ValueError, match="names nothing"):
         override_device_map(model, {"": 0}, {"encoder.layers.9": "disk"})
     merged = {"": 0}

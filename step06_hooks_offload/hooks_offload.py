@@ -1,0 +1,764 @@
+"""Step 6: hooks that bring a block to the device that runs it, and put it back.
+
+You learn why weights move in a swapped `forward`, why the block is the unit, and how a weight that is elsewhere
+is kept from computing garbage.
+Dispatches the model of step 2 by a plan of step 5 and prints for each offloaded block meta -> device -> meta,
+the peak, and that the logits are the plain model's. Reads the checkpoint of step 2.
+"""
+
+import argparse
+import copy
+import dataclasses
+import functools
+import threading
+import time
+import warnings
+from collections import ChainMap
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from step01_model_def.model_def import fixed_sequences, run_script
+from step02_checkpoint.build_checkpoint import ensure_checkpoint
+from step03_meta_build.meta_build import dress
+from step04_to_empty_load.load_with_meta import (
+    find_tied_parameters,
+    get_tensor,
+    load_plain,
+    named_tensors,
+    names_by_tensor,
+    retie_parameters,
+    run,
+    set_tensor,
+)
+from step05_device_map.device_map import (
+    cut_into_units,
+    devices_in,
+    find_blocks,
+    infer_auto_device_map,
+    normalize_device,
+    resolve_device_map,
+)
+
+# --- a parked weight --------------------------------------------------------------------------------------
+
+
+class ParkedWeightError(RuntimeError):
+    """Something computes with a weight whose values are elsewhere."""
+
+
+QUESTIONS = {  # what may be asked of a weight that is elsewhere; anything else would compute with it
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "dim", "numel", "stride"),
+    *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_meta", "is_leaf", "is_sparse"),
+    *("is_quantized", "is_nested", "is_cuda", "is_cpu", "is_xpu", "is_inference", "requires_grad", "requires_grad_"),
+    *("grad", "grad_fn", "data", "detach", "__repr__", "__hash__", "__len__", "_version", "names", "is_mkldnn"),
+    *("retains_grad", "output_nr", "_backward_hooks", "__reduce_ex__", "__deepcopy__", "storage_offset"),
+}
+
+
+class Parked:
+    """A stand-in without values: it answers questions about shape, dtype and device, and refuses to compute.
+
+    A plain meta tensor does not refuse: on the CPU, `F.linear(real, meta)` returns uninitialised numbers.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__", "__delete__") else func.__name__
+        if name not in QUESTIONS:
+            parked = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Parked))
+            raise ParkedWeightError(parked.advice(name))
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = func(*args, **(kwargs or {}))
+            if name in ("data", "detach"):  # a view of nothing is parked like it
+                answer = answer.as_subclass(cls)
+                answer.__dict__.update(args[0].__dict__)
+            return answer
+
+    def advice(self, name: str) -> str:
+        """Say what went wrong, and both ways to mend it."""
+        return (
+            f"{self.full_name} is parked: its values are elsewhere, and {name!r} would compute with nothing. "
+            f"It is there only while its own block's forward runs. If another module's forward reads it, make "
+            f"that module one block: preload_module_classes=[{self.reader!r}]. Outside a forward, use "
+            "`with align_module_device(module):`"
+        )
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), park(self, self.full_name, self.reader))
+
+    def __reduce_ex__(self, protocol):
+        return rebuild_parked, (type(self), self.shape, self.stride(), self.dtype, self.requires_grad, self.__dict__)
+
+
+class ParkedParameter(Parked, nn.Parameter):
+    """A parked parameter; an `nn.Parameter` to whoever asks."""
+
+
+class ParkedBuffer(Parked, torch.Tensor):
+    """A parked buffer."""
+
+
+def rebuild_parked(cls, shape, stride, dtype, requires_grad, attributes):
+    """Make a parked weight anew, after a copy or from a pickle."""
+    parked = torch.empty_strided(shape, stride, dtype=dtype, device="meta").as_subclass(cls)
+    parked.__dict__.update(attributes)
+    parked.requires_grad_(requires_grad)
+    return parked
+
+
+def park(tensor: torch.Tensor, full_name: str, reader: str) -> torch.Tensor:
+    """Make the stand-in for a tensor; `reader` is the class whose forward may read it by mistake."""
+    cls = ParkedParameter if isinstance(tensor, nn.Parameter) else ParkedBuffer
+    like = tensor.like if isinstance(tensor, Parked) else dress(torch.empty(0), tensor)  # its class and attributes
+    attributes = {"like": like, "full_name": full_name, "reader": reader}
+    return rebuild_parked(cls, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, attributes)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module, tensor_name: str, device, value: torch.Tensor | None = None, dtype=None, tied_params_map=None,
+    non_blocking: bool = False,
+) -> None:  # fmt: skip
+    """Put a module's parameter or buffer on a device, with a new value if one is given.
+
+    The dtype stays unless one is given; integers and bools are not converted. `tied_params_map` is a dict in
+    which tensors that were moved are kept, so that a tied one is moved once.
+    Raises ValueError, with the full name, for a name that is none, a value that is missing or of another shape.
+    """
+    old = dict(named_tensors(module)).get(tensor_name)
+    source = old if value is None else value
+    problem = None
+    if old is None:
+        problem = "names no parameter or buffer"
+    elif source.shape != old.shape:
+        problem = f"is {list(old.shape)}, the value {list(source.shape)}"
+    elif source.is_meta and torch.device(device).type != "meta":
+        problem = "is on the meta device: give its value"
+    if problem:
+        raise ValueError(f"{tensor_name} of {type(module).__name__} {problem}")
+    known, key = ({} if tied_params_map is None else tied_params_map), (id(source), str(device))
+    if key not in known:
+        wanted = (dtype or old.dtype) if source.is_floating_point() or old.is_floating_point() else source.dtype
+        new = source.detach().to(device=device, dtype=wanted, non_blocking=non_blocking)
+        known[key] = new if new is source else dress(new, old)
+    set_tensor(module, tensor_name, known[key])
+
+
+# --- hooks ------------------------------------------------------------------------------------------------
+
+
+class ModelHook:
+    """What happens around a module's forward; the base of all hooks, which does nothing.
+
+    With `no_grad`, the forward itself runs without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare a module when the hook is added to it."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
+        """Run before the forward; returns its arguments."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output):
+        """Run after the forward; returns its output."""
+        return output
+
+    def release(self, module: nn.Module) -> None:
+        """Run instead of `post_forward` when the forward raised."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo `init_hook` when the hook is removed."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks on one module, run in order."""
+
+    def __init__(self, *hooks: ModelHook):
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module):
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module, *args, **kwargs):
+        for done, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                for earlier in self.hooks[:done]:
+                    earlier.release(module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module, output):
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def release(self, module):
+        for hook in self.hooks:
+            hook.release(module)
+
+    def detach_hook(self, module):
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+@torch.compiler.disable
+def hooked_forward(module: nn.Module, *args, **kwargs):
+    """Be the forward of a module that has a hook: before, the module's own forward, after."""
+    hook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        with torch.no_grad() if hook.no_grad else nullcontext():
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.release(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Add a hook to a module, in place of the one it has or, with `append`, after it; returns the module.
+
+    The module's `forward` is swapped: PyTorch's own hooks cannot change what a forward raises, and run in no
+    order that we choose. Its signature and docstring stay.
+    """
+    if hasattr(module, "_hf_hook"):
+        if append:
+            module._hf_hook = SequentialHook(module._hf_hook, hook)
+            return hook.init_hook(module)
+        remove_hook_from_module(module)
+    module = hook.init_hook(module)
+    module._hf_hook, module._old_forward = hook, module.forward
+    module.forward = functools.update_wrapper(functools.partial(hooked_forward, module), module._old_forward)
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove a module's hook, and with `recurse` its children's; its forward and its values are its own again."""
+    if hasattr(module, "_hf_hook"):
+        module._hf_hook.detach_hook(module)
+        del module._hf_hook, module._old_forward, module.forward
+    for child in module.children() if recurse else []:
+        remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Remove the hooks of a module and of everything in it."""
+    remove_hook_from_module(module, recurse=True)
+
+
+def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_blocking: bool = False):
+    """Move all tensors in nested lists, tuples, mappings and dataclasses; returns a like object.
+
+    What has a `.to` of its own is moved by it. Mapping keys in `skip_keys` are left where they are, like a
+    cache that stays on its devices. Anything else comes back as it is.
+    """
+    skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
+
+    def send(value):
+        return send_to_device(value, device, skipped, non_blocking)
+
+    if isinstance(obj, torch.Tensor):
+        return obj.to(device, non_blocking=non_blocking)
+    if hasattr(obj, "to") and not isinstance(obj, nn.Module | type):
+        return obj.to(device)
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return type(obj)(*map(send, obj))
+    if isinstance(obj, list | tuple):
+        return type(obj)(map(send, obj))
+    if isinstance(obj, Mapping):
+        moved = copy.copy(obj)
+        for key in obj:
+            moved[key] = obj[key] if key in skipped else send(obj[key])
+        return moved
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+        return dataclasses.replace(
+            obj, **{key: value if key in skipped else send(value) for key, value in fields.items()}
+        )
+    return obj
+
+
+def first_device(obj) -> torch.device | None:
+    """Find the device of the first tensor in nested arguments."""
+    if isinstance(obj, torch.Tensor):
+        return obj.device
+    values = obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, list | tuple) else []
+    return next((device for value in values if (device := first_device(value)) is not None), None)
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings a module's inputs, and with `offload` its weights, to `execution_device` for its forward.
+
+    `weights_map` holds the weights that are elsewhere, by full name (`module_name` and the name in the
+    module); without one, the module's own are kept in RAM. Buffers stay on the execution device unless
+    `offload_buffers`. With `place_submodules` the module is one block: all in it comes and goes together.
+    With `io_same_device` the output returns to the input's device. `tied_params_map` names weights that are on
+    the execution device already, under another name.
+    One thread at a time runs a module that has this hook. The idea and the name are Accelerate's.
+    """
+
+    def __init__(
+        self, execution_device=None, offload=False, io_same_device=False, weights_map=None, offload_buffers=False,
+        place_submodules=False, skip_keys=None, tied_params_map=None, module_name="", reader="",
+    ):  # fmt: skip
+        self.execution_device, self.offload, self.io_same_device = execution_device, offload, io_same_device
+        self.weights_map, self.offload_buffers = {} if weights_map is None else weights_map, offload_buffers
+        self.place_submodules, self.skip_keys = place_submodules, skip_keys
+        self.tied_params_map, self.reader = tied_params_map or {}, reader
+        self.prefix = f"{module_name}." if module_name else ""
+        self.source, self.parked, self.brought, self.calls, self.lock = "cpu", {}, {}, [], threading.RLock()
+
+    def __getstate__(self):
+        return self.__dict__ | {"lock": None}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, lock=threading.RLock())
+
+    def tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """List what this hook is for: the module's own tensors, or all in it if it is one block."""
+        return [(name, t) for name, t in named_tensors(module) if self.place_submodules or "." not in name]
+
+    def init_hook(self, module):
+        for name, tensor in self.tensors(module):
+            if self.offload and (isinstance(tensor, nn.Parameter) or self.offload_buffers):
+                key = self.prefix + name
+                if key not in self.weights_map:
+                    self.weights_map[key] = tensor
+                self.parked[name] = park(tensor, key, self.reader or type(module).__name__)
+                set_tensor(module, name, self.parked[name])
+            elif self.execution_device is not None and not tensor.is_meta:
+                set_tensor(module, name, moved(tensor, self.execution_device))
+        if self.parked:
+            self.handle = module.register_state_dict_post_hook(functools.partial(fill_state_dict, self))
+        return module
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.lock.acquire()
+        try:
+            if not self.calls:
+                self.bring(module)
+            self.calls.append(first_device([args, kwargs]) if self.io_same_device else None)
+        except BaseException:
+            self.drop(module)
+            self.lock.release()
+            raise
+        if self.execution_device is None:
+            return args, kwargs
+        try:
+            args = send_to_device(args, self.execution_device)
+            return args, send_to_device(kwargs, self.execution_device, self.skip_keys)
+        except BaseException:
+            self.release(module)
+            raise
+
+    def post_forward(self, module, output):
+        device = self.calls[-1]
+        self.release(module)
+        return output if device is None else send_to_device(output, device, self.skip_keys)
+
+    def release(self, module):
+        self.calls.pop()
+        if not self.calls:
+            self.drop(module)
+        self.lock.release()
+
+    def bring(self, module: nn.Module) -> None:
+        """Give the module its values, on the execution device, in place of the stand-ins."""
+        trace("bring", self)
+        for name, parked in self.parked.items():
+            value = self.tied_params_map.get(self.prefix + name)
+            if value is None:
+                value = unpark(parked, self.weights_map[self.prefix + name], self.execution_device)
+            if value.requires_grad and torch.is_grad_enabled():
+                warn_of_grad_mode()
+                value.register_hook(functools.partial(refuse_gradient, self.prefix + name))
+            self.brought[name] = value, version_of(value)
+            set_tensor(module, name, value)
+        trace("run", self)
+
+    def drop(self, module: nn.Module) -> None:
+        """Put the stand-ins back; what the forward has changed, like BatchNorm's statistics, is kept."""
+        trace("drop", self)
+        for name, (value, version) in self.brought.items():
+            current = get_tensor(module, name)
+            unsure = value.is_inference() and module.training and not isinstance(value, nn.Parameter)
+            if current is not value or unsure or version_of(value) != version:
+                self.weights_map[self.prefix + name] = unpark(self.parked[name], current, "cpu")
+            set_tensor(module, name, self.parked[name])
+        self.brought.clear()
+        trace("end", self)
+
+    def detach_hook(self, module):
+        for name, parked in self.parked.items():
+            stored = self.weights_map[self.prefix + name]
+            set_tensor(module, name, stored if isinstance(stored, type(parked.like)) else unpark(parked, stored, None))
+        if self.parked:
+            self.handle.remove()
+            self.parked = {}
+        return module
+
+
+def fill_state_dict(hook: AlignDevicesHook, module, state_dict, prefix, local_metadata) -> None:
+    """Put the real values into a state dict, for which the module has only stand-ins."""
+    for name in hook.parked:
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = hook.weights_map[hook.prefix + name].detach()
+
+
+def unpark(parked: torch.Tensor, value: torch.Tensor, device) -> torch.Tensor:
+    """Make the real tensor for a stand-in: values on a device, in the stand-in's dtype, class and attributes."""
+    value = value.detach().to(device=value.device if device is None else device, dtype=parked.dtype)
+    value = dress(value, parked.like)
+    return value.requires_grad_(parked.requires_grad)
+
+
+def moved(tensor: torch.Tensor, device) -> torch.Tensor:
+    """Move a parameter or buffer; it stays the same object where it is there already."""
+    new = tensor.detach().to(device)
+    return tensor if new.device == tensor.device else dress(new, tensor)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Read how often a tensor was changed in place; tensors made in inference mode do not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def refuse_gradient(name: str, gradient):
+    """Refuse a backward that reaches an offloaded weight."""
+    raise RuntimeError(
+        f"a gradient has reached {name}, which is offloaded: the weight that it belongs to is dropped after each "
+        "forward, and the gradient would be lost with it. Offloading is for inference; undispatch(model) to train"
+    )
+
+
+@functools.cache
+def warn_of_grad_mode() -> None:
+    """Say once that autograd keeps what offloading drops."""
+    warnings.warn(
+        "an offloaded model runs with gradients enabled: autograd keeps every weight alive that a forward used, so "
+        "no memory is saved. Run it under torch.inference_mode()",
+        stacklevel=2,
+    )
+
+
+# --- what happened ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Event:
+    """A moment of a block: `bring`, `run` (it is there), `drop` or `end` (it is gone); bytes that move."""
+
+    seconds: float
+    kind: str
+    block: str
+    bytes: int
+    source: str
+    device: str
+
+
+class OffloadTrace:
+    """Records, while it is entered, when each block of a dispatched model is brought, runs and is dropped.
+
+    `events` in order; `resident_bytes` on the executing device before and after each; `peak_resident_bytes`.
+    """
+
+    active: list["OffloadTrace"] = []
+
+    def __init__(self, model: nn.Module):
+        self.model, self.events, self.resident_bytes = model, [], []
+
+    def __enter__(self):
+        hooks = [hook for module in self.model.modules() for hook in align_hooks(module)]
+        devices = [torch.device(hook.execution_device) for hook in hooks if hook.parked]
+        held = {id(t): t.nbytes for _, t in named_tensors(self.model) if t.device in devices}
+        self.now, self.start = sum(held.values()), time.perf_counter()
+        OffloadTrace.active.append(self)
+        return self
+
+    def __exit__(self, *error):
+        OffloadTrace.active.remove(self)
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The most bytes of weights that were on the executing device at once."""
+        return max(self.resident_bytes, default=self.now)
+
+    def record(self, kind: str, hook: "AlignDevicesHook") -> None:
+        """Note that something begins or ends for a hook's block."""
+        size = sum(
+            parked.nbytes for name, parked in hook.parked.items() if hook.prefix + name not in hook.tied_params_map
+        )
+        self.now += {"run": size, "end": -size}.get(kind, 0)
+        self.resident_bytes.append(self.now)
+        name, device = hook.prefix.removesuffix("."), str(hook.execution_device)
+        self.events.append(Event(time.perf_counter() - self.start, kind, name, size, hook.source, device))
+
+
+def trace(kind: str, hook: "AlignDevicesHook") -> None:
+    """Tell the traces that are recording."""
+    for recording in OffloadTrace.active:
+        recording.record(kind, hook)
+
+
+def align_hooks(module: nn.Module) -> list["AlignDevicesHook"]:
+    """List the hooks of a module that move weights or inputs."""
+    hook = getattr(module, "_hf_hook", None)
+    return [h for h in getattr(hook, "hooks", [hook]) if isinstance(h, AlignDevicesHook)]
+
+
+# --- a model under a device map ---------------------------------------------------------------------------
+
+
+def accelerators() -> list[torch.device]:
+    """List the accelerators of this machine."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
+
+
+def real_device(device: int | str | torch.device) -> torch.device:
+    """Turn a map's device into this machine's; without an accelerator, the CPU plays device 0.
+
+    Raises ValueError for one that the machine lacks, naming what it has.
+    """
+    number, found = normalize_device(device), accelerators()
+    if number == "cpu" or (number == 0 and not found):
+        return torch.device("cpu")
+    if number == "disk" or number >= len(found):
+        has = ", ".join(map(str, found)) or "no accelerator, and the CPU plays device 0"
+        raise ValueError(f"device {device!r} does not exist here: this machine has {has}")
+    return found[number]
+
+
+def dispatch_model(
+    model: nn.Module, device_map: dict, main_device=None, state_dict: Mapping | None = None,
+    weights_map: Mapping | None = None, offload_buffers: bool = False, skip_keys=None,
+    preload_module_classes: list[str] | None = None, force_hooks: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Make a model run as a device map says; returns it.
+
+    Entries on accelerators become resident, the others are brought to the executing device, the first
+    accelerator in the map, block by block. The offloaded values are taken from `weights_map`, else from
+    `state_dict`, else from the model itself, which then keeps them in RAM. `preload_module_classes` names
+    further classes that are one block. With one device and nothing offloaded no hook is added.
+    Raises ValueError, before anything changes, with all that the model or the machine cannot honour.
+    """
+    resolved = resolve_device_map(model, device_map)
+    numbers = sorted(device for device in set(resolved.values()) if isinstance(device, int))
+    main = normalize_device(main_device) if main_device is not None else numbers[0] if numbers else "cpu"
+    away = {name: device for name, device in resolved.items() if device == "disk" or (device == "cpu" != main)}
+    values = ChainMap({}, weights_map or {}, state_dict or {})
+    if 0 in {*numbers, main} and not accelerators():
+        print("note=no accelerator here: device 0 is played by the CPU")
+    one_device = not away and len(set(resolved.values())) == 1 and not force_hooks
+    attach(model, resolved, main, away, values, offload_buffers, skip_keys, preload_module_classes, one_device)
+    model.hf_device_map = dict(device_map)
+    return model
+
+
+def attach(model, resolved, main, away, values, offload_buffers, skip_keys, preload, one_device=False):
+    """Check everything, place what is resident, and hook every unit: the work behind `dispatch_model`."""
+    blocks = find_blocks(model)
+
+    def is_whole(name, module):
+        chosen = name in blocks or type(module).__name__ in (preload or [])
+        return chosen and len(devices_in(name, module, resolved)) == 1
+
+    units = [unit for unit in cut_into_units(model, is_whole)[0] if unit.tensors]
+    problems = list_obstacles(model, units, resolved, away, values, offload_buffers)
+    if problems:
+        raise ValueError("cannot dispatch: " + "; ".join(problems))
+    devices = {device: real_device(device) for device in {*resolved.values(), main} - {"disk"}}
+    tied = find_tied_parameters(model)
+    for names in names_by_tensor(model):
+        resident = [name for name in names if name not in away]
+        for device in {resolved[name] for name in resident}:
+            new = moved(get_tensor(model, resident[0]), devices[device])
+            for name in resident:
+                if resolved[name] == device:
+                    set_tensor(model, name, new)
+    if one_device:
+        return
+    here = {
+        n: get_tensor(model, r) for names in tied for r in names if resolved[r] == main for n in names if n in away
+    }
+    for unit in units:
+        module, first = model.get_submodule(unit.name), next(iter(unit.tensors))
+        if not align_hooks(module):  # a module under two names is hooked once
+            hook = AlignDevicesHook(
+                devices.get(resolved[first] if first not in away else main), offload=first in away,
+                weights_map=values, offload_buffers=offload_buffers, place_submodules=unit.keys == [unit.name],
+                skip_keys=skip_keys, tied_params_map=here, module_name=unit.name,
+                reader=type(model.get_submodule(unit.name.rpartition(".")[0])).__name__,
+            )  # fmt: skip
+            hook.source = away.get(first, "")
+            add_hook_to_module(module, hook)
+    if align_hooks(model):
+        model._hf_hook.io_same_device = True
+    else:
+        add_hook_to_module(model, AlignDevicesHook(devices[main], io_same_device=True, skip_keys=skip_keys))
+    model._tied_before = tied
+    for method in ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty", "xpu"):
+        setattr(model, method, functools.partial(refuse_move, method))
+
+
+def list_obstacles(model, units, resolved, away, values, offload_buffers) -> list[str]:
+    """Say everything that keeps a map from being honoured, one text a problem."""
+    problems = ["the model is dispatched already; undispatch(model) first"] if any_hook(model) else []
+    for unit in units:
+        devices = sorted({resolved[name] for name in unit.tensors}, key=str)
+        if len(devices) > 1:
+            problems.append(f"{unit.name or 'the model'} has its own tensors on {devices}: give it one device")
+    for name, tensor in named_tensors(model):
+        stays = name in away and not (offload_buffers or isinstance(tensor, nn.Parameter))
+        if away.get(name) == "disk" and not stays and name not in values:
+            problems.append(f"{name} is to be on disk: give a weights_map that reads it there (step 7)")
+        elif tensor.is_meta and (stays or name not in values):
+            problems.append(
+                f"{name} is on the meta device, and nothing gives its values: load it, or give a state_dict"
+            )
+    for device in set(resolved.values()) - {"disk"}:
+        try:
+            real_device(device)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def any_hook(model: nn.Module) -> bool:
+    """Tell whether any module of a model has a hook that moves weights or inputs."""
+    return any(align_hooks(module) for module in model.modules())
+
+
+def refuse_move(method: str, *args, **kwargs):
+    """Refuse to move or convert a dispatched model."""
+    raise RuntimeError(
+        f".{method}() on a dispatched model would undo its device map, and what is offloaded has no values to move. "
+        "undispatch(model) first, or plan and dispatch it anew with the dtype and the devices that you want"
+    )
+
+
+def undispatch(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
+    """Make a dispatched or offloaded model an ordinary one on one device: values, ties and methods as before."""
+    remove_hook_from_submodules(model)
+    for name in ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty", "xpu", "hf_device_map"):
+        model.__dict__.pop(name, None)
+    retie_parameters(model, model.__dict__.pop("_tied_before", []))
+    for names in names_by_tensor(model):
+        new = moved(get_tensor(model, names[0]), device)
+        for name in names:
+            set_tensor(model, name, new)
+    return model
+
+
+# --- shorter ways -----------------------------------------------------------------------------------------
+
+
+def cpu_offload(
+    model: nn.Module, execution_device=None, offload_buffers: bool = False, state_dict: Mapping | None = None,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:  # fmt: skip
+    """Keep all weights in RAM, and bring each block to the execution device for its forward; returns the model.
+
+    By default the execution device is the one that the parameters are on.
+    """
+    where = (
+        next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+        if execution_device is None
+        else execution_device
+    )
+    away = {name: "cpu" for name, _ in named_tensors(model)}
+    attach(model, dict(away), normalize_device(where), away, ChainMap({}, state_dict or {}), offload_buffers, None,
+           preload_module_classes)  # fmt: skip
+    return model
+
+
+class CpuOffload(ModelHook):
+    """Moves a whole model to a device for its forward, and leaves it there until somebody offloads it."""
+
+    def __init__(self, execution_device=None, prev_module_hook: "UserCpuOffloadHook | None" = None):
+        self.execution_device, self.prev_module_hook = real_device(execution_device or 0), prev_module_hook
+
+    def init_hook(self, module):
+        return module.to("cpu")
+
+    def pre_forward(self, module, *args, **kwargs):
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` returns: `offload()` puts the model back into RAM, `remove()` ends it."""
+
+    def __init__(self, model: nn.Module, hook: CpuOffload):
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        remove_hook_from_module(self.model)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device=None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Offload a whole model that runs several times before another does, as in a pipeline of models."""
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+@contextmanager
+def align_module_device(module: nn.Module):
+    """Bring the weights of a module, and of the blocks in it, for as long as the context is entered."""
+    hooks = [(inner, hook) for inner in module.modules() for hook in align_hooks(inner)]
+    with ExitStack() as stack:
+        for inner, hook in hooks:
+            hook.pre_forward(inner)
+            stack.callback(hook.release, inner)
+        yield
+
+
+# --- the lesson -------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="tiny", choices=["tiny", "small", "medium"])
+    args = parser.parse_args()
+    ensure_checkpoint(args.config)
+    model = load_plain(args.config)
+    expected = run(model)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    device_map = infer_auto_device_map(model, {0: total * 3 // 4, "cpu": total})
+    dispatch_model(model, device_map)
+    with OffloadTrace(model) as happened, torch.inference_mode():
+        logits = model(fixed_sequences(model.token_embedding.num_embeddings))  # (2, num_classes)
+    for event in happened.events:
+        if event.kind == "run" and event.bytes:
+            print(f"{event.block}: meta -> {event.device} -> meta bytes={event.bytes}")
+    print(f"model_bytes={total}")
+    print(f"peak_resident_bytes={happened.peak_resident_bytes}")
+    print(f"logits_equal={torch.equal(logits, expected)}")
+    print(f"logits_equal_after_undispatch={torch.equal(run(undispatch(model)), expected)}")
+
+
+if __name__ == "__main__":
+    run_script(main)
