@@ -123,10 +123,10 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 def dress(new: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Give a new tensor the class, the attributes and the `requires_grad` of the one whose place it takes."""
     new = new.detach()
-    if type(new) is torch.Tensor:
+    if all(type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for tensor in (new, like)):
         new = new.as_subclass(type(like))
         new.__dict__.update(like.__dict__)
-    elif isinstance(like, nn.Parameter):  # a tensor of a kind of its own, like a fake one, stays what it is
+    elif isinstance(like, nn.Parameter):  # tensors that compute in a way of their own keep their class
         new = nn.Parameter(new)
     return new.requires_grad_(like.requires_grad)
 
