@@ -58,7 +58,7 @@ def device_bars(plans: dict, title: str) -> plt.Figure:
             start = 0
             for index, unit in enumerate(packer.units):
                 if packer.place_of[index] == device:
-                    size = unit.bytes / 1e6
+                    size = sum(unit.sizes.values()) / 1e6
                     axes.barh(row, size, left=start, color=device_colour(device), edgecolor="white", height=0.7)
                     start += size
             if packer.budget[device] < 1e3 * max(packer.used.values()):

@@ -1,11 +1,11 @@
 """A pretend accelerator for a machine that has none: two devices, real numbers, and a log of every transfer.
 
 After `install()`, `gpu:0` and `gpu:1` are devices of PyTorch. Their tensors compute on the CPU, refuse to meet a
-tensor of another device, and each copy between devices is noted in `LOG` with its bytes. So a laptop shows what moves
-in a machine with two GPUs, and what would fail there.
+tensor of another device, and each copy between devices is noted in `LOG` with its bytes. So a laptop shows what
+moves in a machine with two GPUs, and what would fail there.
 
-It rests on a private interface of torch 2.13, works once per process, and needs `no_grad` or `inference_mode`: only the
-lesson on hooks and its tests use it, in processes of their own. There are no streams and no pinned memory.
+It rests on a private interface of torch 2.13, works once per process, and needs `no_grad` or `inference_mode`: only
+the lesson on hooks and its tests use it, in processes of their own. There are no streams and no pinned memory.
 """
 
 from typing import NamedTuple

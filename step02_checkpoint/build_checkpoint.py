@@ -26,13 +26,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from step01_model_def.model_def import (
-    CONFIGS,
-    SEED,
-    TinyTransformerClassifier,
-    config_problems,
-    format_bytes,
-    run_script,
-)
+    CONFIGS, SEED, TinyTransformerClassifier, config_problems, format_bytes, run_script,
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 ARTIFACTS = ROOT / "artifacts"
@@ -98,10 +93,8 @@ def write_whole(path: Path):
         flush_to_disk(partial)
         replace_folder(partial, path) if partial.is_dir() else partial.replace(path)
     except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"cannot write {relative(path)} ({error}); what was there before is untouched. "
-            "Free some space on the disk, or make the folder writable, and run the command again"
-        ) from error
+        mend = "Free some space on the disk, or make the folder writable, and run the command again"
+        raise OSError(f"cannot write {relative(path)} ({error}); what was there is untouched. {mend}") from error
     finally:
         remove(partial)
 
@@ -382,10 +375,8 @@ def load_pt(path: Path) -> dict[str, torch.Tensor]:
         state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # RuntimeError, UnpicklingError, EOFError, ...: one for each kind of damage
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-            raise CheckpointError(
-                f"{relative(path)} is refused: it holds more than tensors, and reading that could run a program. "
-                "Ask whoever made it for a plain state_dict, best as safetensors"
-            ) from error
+            why = "it holds more than tensors, and reading that could run a program; ask for a plain state_dict"
+            raise CheckpointError(f"{relative(path)} is refused: {why}") from error
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{relative(path)} is damaged or is no checkpoint ({first_line})") from error
     return only_tensors(state_dict, relative(path))

@@ -27,13 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from step01_model_def.model_def import (
-    CONFIGS,
-    TinyTransformerClassifier,
-    count_meta_parameters,
-    count_parameters,
-    format_bytes,
-    run_script,
-)
+    CONFIGS, TinyTransformerClassifier, count_meta_parameters, count_parameters, format_bytes, run_script,
+)  # fmt: skip
 from step02_checkpoint.build_checkpoint import build_model
 
 MODULE = "step03_meta_build.meta_build"  # for the fresh processes in which memory is measured

@@ -17,25 +17,12 @@ import torch
 from torch import nn
 
 from step01_model_def.model_def import (
-    TinyTransformerClassifier,
-    count_meta_parameters,
-    count_parameters,
-    fixed_sequences,
-    run_script,
-)
+    TinyTransformerClassifier, count_meta_parameters, count_parameters, fixed_sequences, run_script,
+)  # fmt: skip
 from step02_checkpoint.build_checkpoint import (
-    CheckpointError,
-    build_model,
-    checkpoint_paths,
-    ensure_checkpoint,
-    find_checkpoint_file,
-    load_config,
-    load_pt,
-    only_tensors,
-    open_shard,
-    relative,
-    tensor_files,
-)
+    CheckpointError, build_model, checkpoint_paths, ensure_checkpoint, find_checkpoint_file, load_config,
+    load_pt, only_tensors, open_shard, relative, tensor_files,
+)  # fmt: skip
 from step03_meta_build.meta_build import dress, entered, init_empty_weights, measure_rss, rss_mb, warm_up
 
 # --- tied weights -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ forward will cost. No device that is planned for is needed, and no memory for th
 import argparse
 import math
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,13 +65,18 @@ def compute_module_sizes(
     for name, tensor in named_tensors(model):
         if buffers_only and isinstance(tensor, nn.Parameter):
             continue
-        size, parts = stored_bytes(name, tensor, dtype, special_dtypes), name.split(".")
-        for end in range(len(parts) + 1):
-            prefix = ".".join(parts[:end])
+        size = stored_bytes(name, tensor, dtype, special_dtypes)
+        for prefix in prefixes(name):
             if (prefix, id(tensor)) not in seen:
                 seen.add((prefix, id(tensor)))
                 sizes[prefix] = sizes.get(prefix, 0) + size
     return sizes
+
+
+def prefixes(name: str) -> list[str]:
+    """List a name and all that it is part of, the most specific first: `a.b` -> `a.b`, `a`, and `""` for all."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
 def get_max_layer_size(
@@ -133,48 +139,42 @@ def reads_its_children(module: nn.Module) -> bool:
 class Unit:
     """What is planned, brought and dropped whole: a block, a leaf, or what a split module owns itself.
 
-    `keys` are its entries in a device map, `tensors` its tensors by full name, `sizes` their bytes by identity.
-    `need` is what the executing device must have free to run it: itself, and where it is what a split module
-    owns, the largest of that module's children too, which run meanwhile.
+    `keys` are its entries in a device map, `tensors` its tensors by full name; `sizes` has their bytes by
+    identity, `buffers` those of the buffers among them. `need` is what the executing device must have free to
+    run it: itself, and where it is what a split module owns, the largest of that module's children, too.
     """
 
     name: str
     keys: list[str]
     tensors: dict[str, torch.Tensor]
     sizes: dict[int, int]
-    buffer_bytes: int
+    buffers: dict[int, int]
     need: int
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all its tensors, each counted once."""
-        return sum(self.sizes.values())
 
-
-def cut_into_units(model: nn.Module, is_whole, dtype=None, special_dtypes=None, buffers_move: bool = True):
+def cut_into_units(model: nn.Module, blocks, dtype=None, special_dtypes=None, buffers_move: bool = True):
     """Cut a model into units; returns them, and for each module that was cut its name, itself and their range.
 
-    `is_whole(name, module)` tells which modules with children stay whole, `buffers_move` whether the buffers
-    of an offloaded unit are offloaded with it.
+    `blocks` are the names of the modules with children that stay whole, `buffers_move` tells whether the
+    buffers of an offloaded unit are offloaded with it.
     """
     units, cuts = [], []
 
-    def add(name, keys, tensors):
+    def add(name, module, keys, tensors):
         sizes = {id(tensor): stored_bytes(key, tensor, dtype, special_dtypes) for key, tensor in tensors.items()}
-        buffers = {id(tensor) for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)}
-        buffer_bytes = sum(sizes[key] for key in buffers)
-        need = sum(sizes.values()) - (0 if buffers_move else buffer_bytes)
-        units.append(Unit(name, keys, tensors, sizes, buffer_bytes, need))
+        buffers = {id(t): sizes[id(t)] for t in tensors.values() if not isinstance(t, nn.Parameter)}
+        need = sum(sizes.values()) - (0 if buffers_move else sum(buffers.values()))
+        units.append(Unit(name, keys, tensors, sizes | {id(module): 0}, buffers, need))
         return units[-1]
 
     def visit(name, module):
         """Add the units of a module; returns the largest `need` among them."""
         children, prefix = children_of(name, module), f"{name}." if name else ""
-        if not children or reads_its_children(module) or is_whole(name, module):
-            return add(name, [name], {prefix + key: tensor for key, tensor in named_tensors(module)}).need
+        if not children or reads_its_children(module) or name in blocks:
+            return add(name, module, [name], {prefix + key: tensor for key, tensor in named_tensors(module)}).need
         start = len(units)
         own = {prefix + key: t for key, t in {**module._parameters, **module._buffers}.items() if t is not None}
-        own_unit = add(name, list(own), own) if own else None
+        own_unit = add(name, module, list(own), own) if own else None
         needs = [visit(*child) for child in children]
         if own_unit is not None:  # it is there for the module's whole forward, beside each child in turn
             own_unit.need += max(needs)
@@ -216,16 +216,21 @@ def get_max_memory(max_memory: dict | None = None) -> dict[int | str, int]:
         return measured_memory()
     table, problems = {}, []
     for key, size in max_memory.items():
-        try:
-            device, size = normalize_device(key), parse_size(size)
-            if device in table:
-                problems.append(f"device {device!r} stands twice in the table")
-            table[device] = size
-        except ValueError as error:
-            problems.append(str(error))
+        device, bytes_ = attempt(problems, normalize_device, key), attempt(problems, parse_size, size)
+        if device in table:
+            problems.append(f"device {device!r} stands twice in the table")
+        table[device] = bytes_
     if problems:
         raise ValueError("max_memory is wrong: " + "; ".join(problems))
     return {device: table[device] for device in sorted(table, key=device_order)}
+
+
+def attempt(problems: list[str], function, value, about: str = ""):
+    """Call a function; a ValueError goes to the list of problems, so that all of them are found."""
+    try:
+        return function(value)
+    except ValueError as error:
+        problems.append(about + str(error))
 
 
 def device_order(device: int | str) -> tuple:
@@ -271,7 +276,8 @@ def get_balanced_memory(
         return table
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     blocks = [sizes.get(name, 0) for name in find_blocks(model, no_split_module_classes)]
-    leaves = [sizes[name] for name, module in model.named_modules() if name in sizes and is_leaf(name, module, sizes)]
+    names = {name: module for name, module in model.named_modules() if name and name in sizes}
+    leaves = [sizes[n] for n, m in names.items() if not any(child in sizes for child, _ in children_of(n, m))]
     margin = int(1.25 * max([0, *blocks, sum(leaves) // max(len(leaves), 1)]))
     share = sizes[""] // (len(ids) - 1 if low_zero else len(ids)) + margin
     for device in ids[low_zero:-1]:
@@ -279,11 +285,6 @@ def get_balanced_memory(
     if low_zero:
         table[ids[0]] = min(max(0, sizes[""] - sum(table[device] for device in ids[1:])), table[ids[0]])
     return table
-
-
-def is_leaf(name: str, module: nn.Module, sizes: dict) -> bool:
-    """Tell whether no child of a module has tensors of its own, so that the module's are all its own."""
-    return name != "" and not any(child in sizes for child, _ in children_of(name, module))
 
 
 # --- the greedy walk --------------------------------------------------------------------------------------
@@ -303,19 +304,17 @@ class Packer:
         self.devices = sorted(self.budget, key=device_order)
         self.used = dict.fromkeys(self.devices, 0)
         self.place_of: dict[int, int | str] = {}
-        self.main = None
-        self.parked_need = {"cpu": 0, "disk": 0}
-        self.parked_buffers = {"cpu": 0, "disk": 0}
+        self.executing: int | str = "cpu"
+        self.parked_need, self.parked_buffers = {"cpu": 0, "disk": 0}, {"cpu": 0, "disk": 0}
         self.group_of = self.find_groups()
         self.need_from, self.buffers_from = self.look_ahead()
 
     def find_groups(self) -> list[list[int]]:
         """Find for each unit the units that share tensors with it, directly or by way of others."""
-        owners = {}
+        owners, group_of = {}, [None] * len(self.units)
         for index, unit in enumerate(self.units):
-            for key in {id(tensor) for tensor in unit.tensors.values()}:
+            for key in unit.sizes:
                 owners.setdefault(key, []).append(index)
-        group_of = [None] * len(self.units)
         for index in range(len(self.units)):
             waiting, group = [index] if group_of[index] is None else [], []
             while waiting:
@@ -323,9 +322,7 @@ class Packer:
                 if group_of[member] is None:
                     group_of[member] = group
                     group.append(member)
-                    waiting += [
-                        i for tensor in self.units[member].tensors.values() for i in owners.pop(id(tensor), [])
-                    ]
+                    waiting += [i for key in self.units[member].sizes for i in owners.pop(key, [])]
             group.sort()
         return group_of
 
@@ -336,30 +333,30 @@ class Packer:
             group = self.group_of[index]
             first = group[0] == index  # the others of a tied group are placed with the first
             need.append(max(need[-1], max(self.units[member].need for member in group) if first else 0))
-            buffers.append(buffers[-1] + self.units[index].buffer_bytes)
+            buffers.append(buffers[-1] + (self.buffer_bytes(group) if first else 0))
         return need[::-1], buffers[::-1]
 
     def group_bytes(self, group: list[int]) -> int:
         """Count the bytes of tied units: what they share counts once."""
         return sum({key: size for member in group for key, size in self.units[member].sizes.items()}.values())
 
+    def buffer_bytes(self, group: list[int]) -> int:
+        """Count the bytes of tied units' buffers."""
+        return sum({key: size for member in group for key, size in self.units[member].buffers.items()}.values())
+
     def reserve(self, device: int | str, after: int) -> int:
         """Say how many bytes must stay free on a device for what may come to it from elsewhere.
 
         `after` is the position from which on units are still to be placed.
         """
-        executing = device == self.main or (self.main is None and device != "disk")
-        elsewhere = [kind for kind in ("cpu", "disk") if kind != device and self.budget.get(kind, 0) > 0]
-        if not executing and device != "cpu":
+        executes = device != "disk" and device_order(device) <= device_order(self.executing)
+        elsewhere = [kind for kind in self.parked_need if kind != device and self.budget.get(kind, 0) > 0]
+        if not (executes or device == "cpu"):
             return 0
-        room = max([self.need_from[after], *(self.parked_need[kind] for kind in elsewhere)]) if elsewhere else 0
-        if executing and elsewhere and not self.buffers_move:
-            room += self.buffers_from[after] + sum(self.parked_buffers[kind] for kind in elsewhere)
-        return room + (self.headroom if executing else 0)
-
-    def executing(self) -> int | str:
-        """Say which device runs what is elsewhere: the first accelerator that holds anything, or else the cpu."""
-        return "cpu" if self.main is None else self.main
+        room = max([self.need_from[after], *map(self.parked_need.get, elsewhere)]) if elsewhere else 0
+        if executes and elsewhere and not self.buffers_move:
+            room += self.buffers_from[after] + sum(map(self.parked_buffers.get, elsewhere))
+        return room + (self.headroom if executes else 0)
 
     def free(self, device: int | str) -> float:
         """Say how many bytes of a device's budget nobody has taken."""
@@ -371,71 +368,69 @@ class Packer:
 
     def place(self, group: list[int], device: int | str) -> None:
         """Put tied units on a device, together."""
-        self.used[device] += self.group_bytes(group)
+        size = self.group_bytes(group)
+        self.used[device] += size
         self.place_of.update(dict.fromkeys(group, device))
-        if isinstance(device, int):
-            self.main = device if self.main is None else self.main
-        else:
+        if isinstance(device, str):
             self.parked_need[device] = max(self.parked_need[device], *(self.units[i].need for i in group))
-            self.parked_buffers[device] += sum(self.units[i].buffer_bytes for i in group)
+            self.parked_buffers[device] += self.buffer_bytes(group)
+        elif size:
+            self.executing = min(device, self.executing, key=device_order)
 
     def walk(self, fallback: bool = False, say=lambda text: None) -> list[int]:
-        """Place all units: in order, each on the first device that takes it, and never back to an earlier one.
+        """Place all units: in order, each on the first device that takes it, never back to an earlier one.
 
-        With `fallback`, a device that would stay empty gets the first later unit that fits. Returns the units
-        that nothing can hold.
+        Only what the last device refuses may still go to an earlier one. With `fallback`, a device that would
+        stay empty gets the first later unit that fits. Returns the units that nothing can hold.
         """
         homeless, current = [], 0
-        for index, unit in enumerate(self.units):
+        for index in range(len(self.units)):
             group = self.group_of[index]
-            while index not in self.place_of and not self.fits(self.devices[current], group, index + 1):
+            if group[0] != index or index in self.place_of:
+                continue
+            while current < len(self.devices) - 1 and not self.fits(self.devices[current], group, index + 1):
                 device = self.devices[current]
-                say(f"{unit.name or 'the model'}: {self.why_not(device, index)}")
+                say(f"{self.name(index)}: {self.why_not(device, index)}")
                 later = self.first_that_fits(device, index) if fallback and not self.used[device] else None
-                if later is not None:
-                    self.place(later, device)
-                elif current + 1 < len(self.devices):
+                if later is None:
                     current += 1
                 else:
-                    break
-            if index in self.place_of or index in homeless:
-                continue
-            device = self.devices[current]
-            if not self.fits(device, group, index + 1):
-                device = next((d for d in self.devices if self.fits(d, group, index + 1)), None)
+                    say(f"{self.name(later[0])}: on {device}, which would stay empty")
+                    self.place(later, device)
+            devices = [self.devices[current], *self.devices]
+            device = next((d for d in devices if self.fits(d, group, index + 1)), None)
             if device is None:
                 homeless += group
             else:
-                say(f"{unit.name or 'the model'}: on {device}")
+                say(f"{self.name(index)}: on {device}")
                 self.place(group, device)
         return homeless
 
     def first_that_fits(self, device: int | str, start: int) -> list[int] | None:
-        """Find the first unplaced units from `start` on that fit on a device."""
+        """Find the first unplaced units from `start` on that fit on a device, and weigh anything."""
         waiting = (self.group_of[i] for i in range(start, len(self.units)) if i not in self.place_of)
-        return next((group for group in waiting if self.fits(device, group, start)), None)
+        return next((g for g in waiting if self.group_bytes(g) and self.fits(device, g, start)), None)
 
     def why_not(self, device: int | str, index: int) -> str:
-        """Say in numbers why units do not go on a device."""
-        size, room, free = (self.group_bytes(self.group_of[index]), self.reserve(device, index + 1), self.free(device))
-        return f"{device} has {free} B free; {size} B + {room} B reserved do not fit"
+        """Say in numbers why units are not on a device."""
+        size, room, free = self.group_bytes(self.group_of[index]), self.reserve(device, index + 1), self.free(device)
+        verdict = "do not fit" if size + room > free else "would fit, but the walk never goes back"
+        return f"{device} has {free} B free; {size} B + {room} B reserved {verdict}"
+
+    def name(self, index: int) -> str:
+        """Name a unit for people."""
+        return ", ".join(self.units[index].keys) or "the model"
 
 
 # --- the map ----------------------------------------------------------------------------------------------
 
 
 def infer_auto_device_map(
-    model: nn.Module,
-    max_memory: dict | None = None,
-    no_split_module_classes: list[str] | str | None = None,
-    dtype: torch.dtype | str | None = None,
-    special_dtypes: dict | None = None,
-    verbose: bool = False,
-    clean_result: bool = True,
-    offload_buffers: bool = False,
-    fallback_allocation: bool = False,
+    model: nn.Module, max_memory: dict | None = None, no_split_module_classes: list[str] | str | None = None,
+    dtype: torch.dtype | str | None = None, special_dtypes: dict | None = None, verbose: bool = False,
+    clean_result: bool = True, offload_buffers: bool = False, fallback_allocation: bool = False,
     headroom: int | str = 0,
-) -> dict[str, int | str]:
+) -> dict[str, int | str]:  # fmt: skip
     """Plan on which device each part of a model lives: dotted name -> 0, 1, ..., "cpu" or "disk".
 
     Sizes are in bytes, of `dtype` if given. `headroom` keeps bytes free on the executing device for
@@ -444,9 +439,14 @@ def infer_auto_device_map(
     Raises ValueError when no device can hold a part. Warns when a part cannot run within the budgets, and
     when a module that may add up what its children give is cut between two devices that compute.
     """
-    table = get_max_memory(max_memory)
-    room = parse_size(headroom)
-    units, cuts = plan_units(model, table, no_split_module_classes, dtype, special_dtypes, offload_buffers, room)
+    table, room = get_max_memory(max_memory), parse_size(headroom)
+    sizes, blocks = compute_module_sizes(model, dtype, special_dtypes), find_blocks(model, no_split_module_classes)
+    limit = max([max(0, size - room) for device, size in table.items() if device != "disk"], default=math.inf)
+    too_large = [name for name in blocks if sizes.get(name, 0) > limit]
+    if too_large:
+        why = f"no device that computes has more than {limit} B, and it takes {sizes[too_large[0]]} B"
+        warn(f"{shorten(too_large)}: {why}. It is split, and its forward may not survive that")
+    units, cuts = cut_into_units(model, blocks.keys() - set(too_large), dtype, special_dtypes, offload_buffers)
     packer = Packer(units, table, room, offload_buffers)
     homeless = packer.walk(fallback_allocation, say=print if verbose else lambda text: None)
     if homeless:
@@ -454,25 +454,7 @@ def infer_auto_device_map(
     warn_of_cut_modules(cuts, packer)
     warn_of_shortage(packer)
     device_map = {key: packer.place_of[i] for i, unit in enumerate(units) for key in unit.keys}
-    return clean_device_map(device_map) if clean_result else device_map
-
-
-def plan_units(model, table, no_split_module_classes, dtype, special_dtypes, offload_buffers, headroom):
-    """Cut a model for planning: blocks stay whole, unless no device that computes could ever hold them."""
-    sizes = compute_module_sizes(model, dtype, special_dtypes)
-    blocks = find_blocks(model, no_split_module_classes)
-    limit = max([size - headroom for device, size in table.items() if device != "disk"], default=math.inf)
-    for name in blocks:
-        if sizes.get(name, 0) > limit:
-            warn(
-                f"{name or 'the model'} takes {sizes[name]} B, and no device that computes has more than "
-                f"{limit} B: it is split, and its forward may not survive that"
-            )
-
-    def is_whole(name, module):
-        return name in blocks and sizes.get(name, 0) <= limit
-
-    return cut_into_units(model, is_whole, dtype, special_dtypes, offload_buffers)
+    return merge_entries(device_map, apart=too_large) if clean_result else device_map
 
 
 def warn(text: str) -> None:
@@ -480,28 +462,28 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
+def shorten(names: list[str]) -> str:
+    """List names for people: the first few, and how many more."""
+    return ", ".join(name or "the model" for name in names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+
+
 def warn_of_shortage(packer: Packer) -> None:
     """Warn when the executing device has no room for the largest part that must come to it."""
-    main, costs = packer.executing(), forecast(packer)
-    peak = costs[f"peak_bytes_{main}"] + packer.headroom
+    main = packer.executing
+    peak = forecast(packer)[f"peak_bytes_{main}"] + packer.headroom
     if peak > packer.budget.get(main, math.inf):
-        elsewhere = [packer.units[i] for i, place in packer.place_of.items() if place != main]
-        largest = max(elsewhere, key=lambda unit: unit.need)
-        warn(
-            f"the plan cannot run within the budgets: with {', '.join(largest.keys)} on it, {main} holds "
-            f"{peak} B, and its budget is {packer.budget[main]} B"
-        )
+        elsewhere = [i for i, place in packer.place_of.items() if place != main]
+        largest = packer.name(max(elsewhere, key=lambda i: packer.units[i].need))
+        over = f"with {largest} on it, {main} holds {peak} B, and its budget is {packer.budget[main]} B"
+        warn(f"the plan cannot run within the budgets: {over}")
 
 
 def nothing_holds(packer: Packer, homeless: list[int]) -> str:
     """Write the error for units that no device can hold: how many bytes are missing, and where."""
-    names = [packer.units[index].name or "the model" for index in homeless]
-    missing = packer.group_bytes(homeless)
-    state = [f"{device}: {packer.free(device)} B free of {packer.budget[device]} B" for device in packer.devices]
-    return (
-        f"{missing} B have no place: {', '.join(names)}. {'; '.join(state)}. Raise a budget, or leave 'disk' "
-        "out of max_memory, which then has no limit"
-    )
+    text = f"{packer.group_bytes(homeless)} B have no place: {shorten([packer.name(i) for i in homeless])}. "
+    for device, budget in packer.budget.items():
+        text += f"{device}: {packer.free(device)} B free of {budget} B, {packer.reserve(device, 0)} B reserved. "
+    return text + "Raise a budget, or leave 'disk' out of max_memory, which then has no limit"
 
 
 def warn_of_cut_modules(cuts: list, packer: Packer) -> None:
@@ -511,66 +493,58 @@ def warn_of_cut_modules(cuts: list, packer: Packer) -> None:
     and a module that holds a list of blocks is made to be cut between them.
     """
     for name, module, members in cuts:
-        places = [packer.place_of[member] for member in members]
-        executing = {place if isinstance(place, int) else packer.executing() for place in places}
+        places = {packer.place_of[member] for member in members}
+        devices = sorted({p if isinstance(p, int) else packer.executing for p in places}, key=device_order)
         made_for_it = any(isinstance(child, nn.ModuleList) for child in module.modules())
-        made_for_it |= isinstance(module, nn.Sequential | nn.ModuleDict)
-        if len(executing) > 1 and not made_for_it:
-            warn(
-                f"{name or 'the model'} ({type(module).__name__}) is cut between devices "
-                f"{sorted(executing, key=str)}: if its forward adds its input to what its children give, as "
-                "residual blocks do, name its class in no_split_module_classes"
-            )
+        if len(devices) > 1 and not made_for_it and not isinstance(module, nn.Sequential | nn.ModuleDict):
+            mend = "if its forward adds its input to their outputs, name its class in no_split_module_classes"
+            warn(f"{name or 'the model'} ({type(module).__name__}) is cut between devices {devices}: {mend}")
 
 
 def clean_device_map(device_map: dict[str, int | str], module_name: str = "") -> dict[str, int | str]:
     """Merge entries at or below `module_name` that have a common parent and one device; returns a new map."""
-    tree = {}
+    inside = {key: device for key, device in device_map.items() if not module_name or module_name in prefixes(key)}
+    outside = {key: device for key, device in device_map.items() if key not in inside}
+    return outside | merge_entries(inside, apart=[module_name.rpartition(".")[0]] if module_name else [])
+
+
+def merge_entries(device_map: dict[str, int | str], apart: list[str] = ()) -> dict[str, int | str]:
+    """Merge entries of one device to their common parent, unless a module of `apart` would be made whole by it."""
+    devices, counts = {}, Counter(prefix for key in device_map for prefix in prefixes(key))
     for key, device in device_map.items():
-        branch = tree
-        for part in key.split(".") if key else []:
-            branch = branch.setdefault(part, {})
-        branch[""] = device
-
-    def merge(prefix, branch):
-        """Merge what is below a prefix; returns its entries, and how many there were before."""
-        entries, count = ({prefix: branch[""]}, 1) if "" in branch else ({}, 0)
-        for part in filter(None, branch):
-            below, number = merge(f"{prefix}.{part}" if prefix else part, branch[part])
-            entries, count = entries | below, count + number
-        inside = f"{prefix}.".startswith(f"{module_name}.") or not module_name
-        same = count > 1 and len(set(entries.values())) == 1
-        return ({prefix: next(iter(entries.values()))} if inside and same else entries), count
-
-    return merge("", tree)[0]
+        for prefix in prefixes(key):
+            devices.setdefault(prefix, set()).add(device)
+    kept_apart = {prefix for name in apart for prefix in prefixes(name)}
+    merged = {}
+    for key, device in device_map.items():
+        ways = [p for p in prefixes(key) if len(devices[p]) == 1 and counts[p] > 1 and p not in kept_apart]
+        merged[ways[-1] if ways else key] = device
+    return merged
 
 
 def resolve_device_map(model: nn.Module, device_map: dict) -> dict[str, int | str]:
     """Say for every tensor, by full name, on which device it is; the most specific entry decides.
 
     Raises ValueError that lists every fault: entries that name nothing, things that are no device, tensors
-    without a device.
+    without a device, a module whose own tensors are on several.
     """
-    names = {name for name, _ in named_tensors(model)}
-    problems, devices = [], {}
-    known = names | {name for name, _ in model.named_modules(remove_duplicate=False)}
-    problems += [f"{key!r} names nothing in the model" for key in device_map if key not in known]
+    names, problems, devices, of_module = [name for name, _ in named_tensors(model)], [], {}, {}
+    known = {*names, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     for key, device in device_map.items():
-        try:
-            devices[key] = normalize_device(device)
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
-    resolved = {name: next((prefix for prefix in prefixes(name) if prefix in device_map), None) for name in names}
-    problems += [f"{name} has no device" for name in sorted(names) if resolved[name] is None]
+        devices[key] = attempt(problems, normalize_device, device, f"{key}: ")
+        if key not in known:
+            problems.append(f"{key!r} names nothing in the model")
+    for name in names:
+        key = next((prefix for prefix in prefixes(name) if prefix in devices), None)
+        if key is None:
+            problems.append(f"{name} has no device")
+        of_module.setdefault(name.rpartition(".")[0], {})[name] = devices.get(key)
+    for owner, own in of_module.items():
+        if len(set(own.values())) > 1:
+            problems.append(f"what {owner or 'the model'} owns itself must be on one device: {own}")
     if problems:
         raise ValueError("the device map is wrong: " + "; ".join(problems))
-    return {name: devices[key] for name, key in resolved.items()}
-
-
-def prefixes(name: str) -> list[str]:
-    """List the entries of a map that may decide about a tensor, the most specific first: itself to `""`."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+    return {name: device for own in of_module.values() for name, device in own.items()}
 
 
 def check_device_map(model: nn.Module, device_map: dict) -> None:
@@ -581,22 +555,11 @@ def check_device_map(model: nn.Module, device_map: dict) -> None:
 def override_device_map(model: nn.Module, device_map: dict, changes: dict) -> dict[str, int | str]:
     """Change single entries of a map, merged as it may be; returns a new map, checked and merged again.
 
-    `changes` is like `{"encoder.layers.2": "disk"}`.
+    `changes` is like `{"encoder.layers.2": "disk"}`; it decides about all that is in what it names.
     """
-    resolved = resolve_device_map(model, {**device_map, **changes})
-    units, _ = cut_into_units(model, lambda name, module: len(devices_in(name, module, resolved)) == 1)
-    new_map = {}
-    for unit in units:
-        one = len({resolved[name] for name in unit.tensors}) == 1
-        new_map.update({key: resolved[next(iter(unit.tensors))] for key in unit.keys if one})
-        new_map.update({name: resolved[name] for name in unit.tensors if not one})
-    return new_map
-
-
-def devices_in(name: str, module: nn.Module, resolved: dict) -> set[int | str]:
-    """Say on which devices the tensors of a module are, its children's included."""
-    prefix = f"{name}." if name else ""
-    return {resolved[prefix + key] for key, _ in named_tensors(module)}
+    kept = {key: device for key, device in device_map.items() if not changes.keys() & set(prefixes(key))}
+    resolved = resolve_device_map(model, kept | changes)
+    return merge_entries({name.rpartition(".")[0]: device for name, device in resolved.items()})
 
 
 def plan_device_map(
@@ -610,8 +573,9 @@ def plan_device_map(
     strategies = ("auto", "balanced", "balanced_low_0", "sequential")
     if strategy not in strategies:
         raise ValueError(f"strategy {strategy!r} is unknown; choose one of {', '.join(strategies)}")
-    table = get_max_memory(max_memory)
-    if strategy != "sequential":
+    if strategy == "sequential":
+        table = get_max_memory(max_memory)
+    else:
         about_sizes = {key: options.get(key) for key in ("no_split_module_classes", "dtype", "special_dtypes")}
         table = get_balanced_memory(model, max_memory, **about_sizes, low_zero=strategy == "balanced_low_0")
     return infer_auto_device_map(model, table, headroom=headroom, **options), table
@@ -620,36 +584,30 @@ def plan_device_map(
 # --- what a plan costs, and why it is so ------------------------------------------------------------------
 
 
+def blocks_under(model: nn.Module, device_map: dict, no_split_module_classes=None) -> set[str]:
+    """Name the blocks that stay whole under a map: those that no entry cuts."""
+    cut = {prefix for key in device_map for prefix in prefixes(key)[1:]}
+    return find_blocks(model, no_split_module_classes).keys() - cut
+
+
 def replay(
-    model,
-    device_map,
-    max_memory=None,
-    no_split_module_classes=None,
-    dtype=None,
-    special_dtypes=None,
-    offload_buffers=False,
-    headroom=0,
-) -> tuple[Packer, dict[int, str], dict[int, str]]:
-    """Place a model's units as a finished map says; returns the books, and why units are there, devices empty.
-
-    A block is whole here if all its tensors are on one device.
-    """
-    resolved, blocks = resolve_device_map(model, device_map), find_blocks(model, no_split_module_classes)
-
-    def is_whole(name, module):
-        return name in blocks and len(devices_in(name, module, resolved)) < 2
-
-    units, _ = cut_into_units(model, is_whole, dtype, special_dtypes, offload_buffers)
+    model, device_map, max_memory=None, no_split_module_classes=None, dtype=None, special_dtypes=None,
+    offload_buffers=False, headroom=0,
+) -> tuple[Packer, dict[int, str], dict[int, str]]:  # fmt: skip
+    """Place a model's units as a finished map says; returns the books, and why units are there, devices empty."""
+    resolved, blocks = resolve_device_map(model, device_map), blocks_under(model, device_map, no_split_module_classes)
+    units, _ = cut_into_units(model, blocks, dtype, special_dtypes, offload_buffers)
     units = [unit for unit in units if unit.tensors]
     table = {device: 0 for device in resolved.values() if device != "disk"} | get_max_memory(max_memory)
     packer, why, why_empty = Packer(units, table, parse_size(headroom), offload_buffers), {}, {}
     place = [resolved[next(iter(unit.tensors))] for unit in units]
+    packer.executing = min([d for d in place if isinstance(d, int)], default="cpu")
+    empty = [device for device in packer.devices if isinstance(device, int) and device not in set(place)]
     for index, device in enumerate(place):
         before = [d for d in packer.devices if device_order(d) < device_order(device)]
         why[index] = packer.why_not(before[-1], index) if before else "it is the first device"
-        for empty in before:
-            if isinstance(empty, int) and empty not in place:
-                why_empty.setdefault(empty, f"{units[index].name}: {packer.why_not(empty, index)}")
+        for device_before in [d for d in empty if d in before and d not in why_empty]:
+            why_empty[device_before] = f"{packer.name(index)}: {packer.why_not(device_before, index)}"
         group = [i for i in packer.group_of[index] if place[i] == device and i not in packer.place_of]
         if group:
             packer.place(group, device)
@@ -661,19 +619,18 @@ def forecast(packer: Packer) -> dict[str, int]:
 
     Prefetching brings the next unit while one runs, so that two of them are there beside the resident ones.
     """
-    main = "cpu" if packer.main is None else packer.main
-    elsewhere = [packer.units[i] for i, place in packer.place_of.items() if isinstance(place, str) and place != main]
-    kept = 0 if packer.buffers_move else sum(unit.buffer_bytes for unit in elsewhere)
-    largest = max((unit.need for unit in elsewhere), default=0)
-    costs = {"moved_bytes_per_forward": sum(unit.bytes for unit in elsewhere) - kept}
-    for device in [*packer.devices, *([main] if main not in packer.devices else [])]:
-        if device == main:
-            resident = packer.used.get(device, 0) + kept
-            costs[f"peak_bytes_{device}"] = resident + largest
-            costs[f"peak_bytes_{device}_with_prefetch"] = resident + 2 * largest
-        elif packer.used[device] and device != "disk":
-            costs[f"peak_bytes_{device}"] = packer.used[device]
-    return costs
+    main = packer.executing
+    away = [i for i, place in packer.place_of.items() if isinstance(place, str) and place != main]
+    kept = 0 if packer.buffers_move else packer.buffer_bytes(away)
+    needs = [0, 0, *sorted(packer.units[i].need for i in away)]
+    held = packer.used.get(main, 0) + kept
+    costs = {"moved_bytes_per_forward": sum(packer.group_bytes([i]) for i in away)}
+    if not packer.buffers_move:
+        costs["moved_bytes_per_forward"] -= sum(packer.buffer_bytes([i]) for i in away)
+    costs |= {f"peak_bytes_{main}": held + needs[-1], f"peak_bytes_{main}_with_prefetch": held + needs[-1] + needs[-2]}
+    return costs | {
+        f"peak_bytes_{d}": packer.used[d] for d in packer.devices if d not in (main, "disk") and packer.used[d]
+    }
 
 
 def explain_device_map(model: nn.Module, device_map: dict, max_memory: dict | None = None, **options) -> str:
@@ -691,18 +648,21 @@ def explain_device_map(model: nn.Module, device_map: dict, max_memory: dict | No
         if isinstance(device, int) and not packer.used[device]:
             lines[-1] += f" (empty: {why_empty.get(device, 'everything is on the devices before it')})"
     lines.append("part device bytes why not on the device before")
-    for index, unit in enumerate(packer.units):
-        lines.append(f"{', '.join(unit.keys)} {packer.place_of[index]} {unit.bytes} ({why[index]})")
+    for index, device in packer.place_of.items():
+        lines.append(f"{packer.name(index)} {device} {packer.group_bytes([index])} ({why[index]})")
     if packer.headroom:
         lines.append(f"headroom={packer.headroom}")
     return "\n".join([*lines, *(f"{name}={count}" for name, count in forecast(packer).items())])
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, str]:
-    """Read options like `0=24GiB cpu=64GiB`; raises ValueError for one that is no pair."""
+    """Read options like `0=24GiB cpu=64GiB`; raises ValueError for one that is no pair, or stands twice."""
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
         raise ValueError(f"write {', '.join(wrong)} as a pair, like cpu=64GiB or encoder.layers.2=disk")
+    names = [pair.split("=", 1)[0] for pair in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"a name stands twice in {' '.join(pairs)}")
     return dict(pair.split("=", 1) for pair in pairs)
 
 

@@ -25,23 +25,12 @@ from step01_model_def.model_def import fixed_sequences, run_script
 from step02_checkpoint.build_checkpoint import ensure_checkpoint
 from step03_meta_build.meta_build import dress
 from step04_to_empty_load.load_with_meta import (
-    find_tied_parameters,
-    get_tensor,
-    load_plain,
-    named_tensors,
-    names_by_tensor,
-    retie_parameters,
-    run,
+    find_tied_parameters, get_tensor, load_plain, named_tensors, names_by_tensor, retie_parameters, run,
     set_tensor,
-)
+)  # fmt: skip
 from step05_device_map.device_map import (
-    cut_into_units,
-    devices_in,
-    find_blocks,
-    infer_auto_device_map,
-    normalize_device,
-    resolve_device_map,
-)
+    Unit, attempt, blocks_under, cut_into_units, infer_auto_device_map, normalize_device, resolve_device_map,
+)  # fmt: skip
 
 # --- a parked weight --------------------------------------------------------------------------------------
 
@@ -81,10 +70,9 @@ class Parked:
     def advice(self, name: str) -> str:
         """Say what went wrong, and both ways to mend it."""
         return (
-            f"{self.full_name} is parked: its values are elsewhere, and {name!r} would compute with nothing. "
-            f"It is there only while its own block's forward runs. If another module's forward reads it, make "
-            f"that module one block: preload_module_classes=[{self.reader!r}]. Outside a forward, use "
-            "`with align_module_device(module):`"
+            f"{self.full_name} is parked: its values are elsewhere, and {name!r} would compute with nothing. If "
+            f"another module's forward reads it, make that one block: preload_module_classes=[{self.reader!r}]. "
+            "Outside a forward, bring it in by `with align_module_device(module):`"
         )
 
     def __deepcopy__(self, memo):
@@ -186,33 +174,25 @@ class SequentialHook(ModelHook):
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module):
-        for hook in self.hooks:
-            module = hook.init_hook(module)
-        return module
+        return functools.reduce(lambda m, hook: hook.init_hook(m), self.hooks, module)
+
+    def detach_hook(self, module):
+        return functools.reduce(lambda m, hook: hook.detach_hook(m), self.hooks, module)
 
     def pre_forward(self, module, *args, **kwargs):
-        for done, hook in enumerate(self.hooks):
-            try:
+        with ExitStack() as undo:
+            for hook in self.hooks:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
-            except BaseException:
-                for earlier in self.hooks[:done]:
-                    earlier.release(module)
-                raise
+                undo.callback(hook.release, module)
+            undo.pop_all()  # all went well
         return args, kwargs
 
     def post_forward(self, module, output):
-        for hook in self.hooks:
-            output = hook.post_forward(module, output)
-        return output
+        return functools.reduce(lambda result, hook: hook.post_forward(module, result), self.hooks, output)
 
     def release(self, module):
         for hook in self.hooks:
             hook.release(module)
-
-    def detach_hook(self, module):
-        for hook in self.hooks:
-            module = hook.detach_hook(module)
-        return module
 
 
 @torch.compiler.disable
@@ -286,10 +266,8 @@ def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_bl
             moved[key] = obj[key] if key in skipped else send(obj[key])
         return moved
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
-        return dataclasses.replace(
-            obj, **{key: value if key in skipped else send(value) for key, value in fields.items()}
-        )
+        names = [field.name for field in dataclasses.fields(obj) if field.init and field.name not in skipped]
+        return dataclasses.replace(obj, **{name: send(getattr(obj, name)) for name in names})
     return obj
 
 
@@ -314,14 +292,14 @@ class AlignDevicesHook(ModelHook):
 
     def __init__(
         self, execution_device=None, offload=False, io_same_device=False, weights_map=None, offload_buffers=False,
-        place_submodules=False, skip_keys=None, tied_params_map=None, module_name="", reader="",
+        place_submodules=False, skip_keys=None, tied_params_map=None, module_name="", reader="", source="cpu",
     ):  # fmt: skip
         self.execution_device, self.offload, self.io_same_device = execution_device, offload, io_same_device
         self.weights_map, self.offload_buffers = {} if weights_map is None else weights_map, offload_buffers
         self.place_submodules, self.skip_keys = place_submodules, skip_keys
         self.tied_params_map, self.reader = tied_params_map or {}, reader
         self.prefix = f"{module_name}." if module_name else ""
-        self.source, self.parked, self.brought, self.calls, self.lock = "cpu", {}, {}, [], threading.RLock()
+        self.source, self.parked, self.brought, self.calls, self.lock = source, {}, {}, [], threading.RLock()
 
     def __getstate__(self):
         return self.__dict__ | {"lock": None}
@@ -338,7 +316,7 @@ class AlignDevicesHook(ModelHook):
             if self.offload and (isinstance(tensor, nn.Parameter) or self.offload_buffers):
                 key = self.prefix + name
                 if key not in self.weights_map:
-                    self.weights_map[key] = tensor
+                    self.weights_map[key] = moved(tensor, "cpu")
                 self.parked[name] = park(tensor, key, self.reader or type(module).__name__)
                 set_tensor(module, name, self.parked[name])
             elif self.execution_device is not None and not tensor.is_meta:
@@ -349,19 +327,14 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module, *args, **kwargs):
         self.lock.acquire()
+        self.calls.append(first_device([args, kwargs]) if self.io_same_device else None)
         try:
-            if not self.calls:
+            if len(self.calls) == 1:
                 self.bring(module)
-            self.calls.append(first_device([args, kwargs]) if self.io_same_device else None)
-        except BaseException:
-            self.drop(module)
-            self.lock.release()
-            raise
-        if self.execution_device is None:
+            if self.execution_device is not None:
+                args = send_to_device(args, self.execution_device)
+                kwargs = send_to_device(kwargs, self.execution_device, self.skip_keys)
             return args, kwargs
-        try:
-            args = send_to_device(args, self.execution_device)
-            return args, send_to_device(kwargs, self.execution_device, self.skip_keys)
         except BaseException:
             self.release(module)
             raise
@@ -440,20 +413,15 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def refuse_gradient(name: str, gradient):
     """Refuse a backward that reaches an offloaded weight."""
-    raise RuntimeError(
-        f"a gradient has reached {name}, which is offloaded: the weight that it belongs to is dropped after each "
-        "forward, and the gradient would be lost with it. Offloading is for inference; undispatch(model) to train"
-    )
+    lost = "its weight is dropped after each forward, and the gradient would be lost with it"
+    raise RuntimeError(f"a gradient has reached {name}, which is offloaded: {lost}; undispatch(model) to train")
 
 
 @functools.cache
 def warn_of_grad_mode() -> None:
     """Say once that autograd keeps what offloading drops."""
-    warnings.warn(
-        "an offloaded model runs with gradients enabled: autograd keeps every weight alive that a forward used, so "
-        "no memory is saved. Run it under torch.inference_mode()",
-        stacklevel=2,
-    )
+    text = "an offloaded model runs with gradients: autograd keeps every weight alive, so no memory is saved"
+    warnings.warn(f"{text}. Run it under torch.inference_mode()", stacklevel=2)
 
 
 # --- what happened ----------------------------------------------------------------------------------------
@@ -500,9 +468,7 @@ class OffloadTrace:
 
     def record(self, kind: str, hook: "AlignDevicesHook") -> None:
         """Note that something begins or ends for a hook's block."""
-        size = sum(
-            parked.nbytes for name, parked in hook.parked.items() if hook.prefix + name not in hook.tied_params_map
-        )
+        size = sum(p.nbytes for name, p in hook.parked.items() if hook.prefix + name not in hook.tied_params_map)
         self.now += {"run": size, "end": -size}.get(kind, 0)
         self.resident_bytes.append(self.now)
         name, device = hook.prefix.removesuffix("."), str(hook.execution_device)
@@ -565,20 +531,15 @@ def dispatch_model(
     if 0 in {*numbers, main} and not accelerators():
         print("note=no accelerator here: device 0 is played by the CPU")
     one_device = not away and len(set(resolved.values())) == 1 and not force_hooks
-    attach(model, resolved, main, away, values, offload_buffers, skip_keys, preload_module_classes, one_device)
+    options = (offload_buffers, skip_keys, preload_module_classes, one_device)
+    attach(model, device_map, resolved, main, away, values, *options)
     model.hf_device_map = dict(device_map)
     return model
 
 
-def attach(model, resolved, main, away, values, offload_buffers, skip_keys, preload, one_device=False):
+def attach(model, device_map, resolved, main, away, values, offload_buffers, skip_keys, preload, one_device=False):
     """Check everything, place what is resident, and hook every unit: the work behind `dispatch_model`."""
-    blocks = find_blocks(model)
-
-    def is_whole(name, module):
-        chosen = name in blocks or type(module).__name__ in (preload or [])
-        return chosen and len(devices_in(name, module, resolved)) == 1
-
-    units = [unit for unit in cut_into_units(model, is_whole)[0] if unit.tensors]
+    units = units_to_hook(model, preload, device_map)
     problems = list_obstacles(model, units, resolved, away, values, offload_buffers)
     if problems:
         raise ValueError("cannot dispatch: " + "; ".join(problems))
@@ -593,27 +554,72 @@ def attach(model, resolved, main, away, values, offload_buffers, skip_keys, prel
                     set_tensor(model, name, new)
     if one_device:
         return
-    here = {
-        n: get_tensor(model, r) for names in tied for r in names if resolved[r] == main for n in names if n in away
-    }
+    here = {n: get_tensor(model, r) for g in tied for r in g if resolved[r] == main for n in g if n in away}
     for unit in units:
-        module, first = model.get_submodule(unit.name), next(iter(unit.tensors))
-        if not align_hooks(module):  # a module under two names is hooked once
-            hook = AlignDevicesHook(
-                devices.get(resolved[first] if first not in away else main), offload=first in away,
-                weights_map=values, offload_buffers=offload_buffers, place_submodules=unit.keys == [unit.name],
-                skip_keys=skip_keys, tied_params_map=here, module_name=unit.name,
-                reader=type(model.get_submodule(unit.name.rpartition(".")[0])).__name__,
-            )  # fmt: skip
-            hook.source = away.get(first, "")
-            add_hook_to_module(module, hook)
+        first = next(iter(unit.tensors))
+        device = devices[main if first in away else resolved[first]]
+        options = {"weights_map": values, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
+        hook_unit(model, unit, device, first in away, tied_params_map=here, source=away.get(first, ""), **options)
     if align_hooks(model):
-        model._hf_hook.io_same_device = True
+        align_hooks(model)[0].io_same_device = True
     else:
-        add_hook_to_module(model, AlignDevicesHook(devices[main], io_same_device=True, skip_keys=skip_keys))
+        add_hook_to_module(
+            model, AlignDevicesHook(devices[main], io_same_device=True, skip_keys=skip_keys), append=True
+        )
     model._tied_before = tied
-    for method in ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty", "xpu"):
+    for method in MOVES:
         setattr(model, method, functools.partial(refuse_move, method))
+
+
+def units_to_hook(model: nn.Module, preload: list[str] | None, device_map: Mapping) -> list[Unit]:
+    """Cut a model into what comes and goes together: blocks, the classes named for preloading, leaves."""
+    modules = model.named_modules(remove_duplicate=False)
+    blocks = blocks_under(model, device_map) | {name for name, m in modules if type(m).__name__ in (preload or [])}
+    return [unit for unit in cut_into_units(model, blocks)[0] if unit.tensors]
+
+
+def hook_unit(model: nn.Module, unit: Unit, device, offload: bool, module_name: str = "", **options) -> None:
+    """Give a unit its hook; a module that has two names gets one."""
+    module = model.get_submodule(unit.name)
+    if not align_hooks(module):
+        reader = type(model.get_submodule(unit.name.rpartition(".")[0])).__name__
+        name = ".".join(filter(None, [module_name, unit.name]))
+        whole = unit.keys == [unit.name]
+        hook = AlignDevicesHook(device, offload, place_submodules=whole, module_name=name, reader=reader, **options)
+        add_hook_to_module(module, hook, append=True)
+
+
+def attach_align_device_hook(
+    module: nn.Module, execution_device=None, offload: bool = False, weights_map=None, offload_buffers: bool = False,
+    module_name: str = "", skip_keys=None, preload_module_classes: list[str] | None = None, tied_params_map=None,
+) -> None:  # fmt: skip
+    """Hook every unit of a module alike; `module_name` is the module's own name in `weights_map`."""
+    options = {"offload_buffers": offload_buffers, "skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    for unit in units_to_hook(module, preload_module_classes, {}):
+        hook_unit(module, unit, execution_device, offload, module_name, weights_map=weights_map, **options)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module, execution_device, offload: bool | Mapping = False, weights_map=None, offload_buffers=False,
+    module_name: str = "", skip_keys=None, preload_module_classes: list[str] | None = None, tied_params_map=None,
+) -> None:  # fmt: skip
+    """Hook the modules named in `execution_device` or `offload`; the root's output returns to its input's device."""
+    by_name = next((table for table in (execution_device, offload) if isinstance(table, Mapping)), {"": None})
+    for name in by_name:
+        device = execution_device[name] if isinstance(execution_device, Mapping) else execution_device
+        away = offload[name] if isinstance(offload, Mapping) else offload
+        full_name = ".".join(filter(None, [module_name, name]))
+        common = (weights_map, offload_buffers, full_name, skip_keys, preload_module_classes, tied_params_map)
+        attach_align_device_hook(module.get_submodule(name), device, away, *common)
+    add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
+
+
+def attach_execution_device_hook(
+    module: nn.Module, execution_device, skip_keys=None, preload_module_classes=None, tied_params_map=None
+) -> None:
+    """Have every unit of a module run on a device, where its weights already are or now go."""
+    common = (skip_keys, preload_module_classes, tied_params_map)
+    attach_align_device_hook(module, execution_device, False, None, False, "", *common)
 
 
 def list_obstacles(model, units, resolved, away, values, offload_buffers) -> list[str]:
@@ -628,14 +634,9 @@ def list_obstacles(model, units, resolved, away, values, offload_buffers) -> lis
         if away.get(name) == "disk" and not stays and name not in values:
             problems.append(f"{name} is to be on disk: give a weights_map that reads it there (step 7)")
         elif tensor.is_meta and (stays or name not in values):
-            problems.append(
-                f"{name} is on the meta device, and nothing gives its values: load it, or give a state_dict"
-            )
+            problems.append(f"{name} is on the meta device and nothing gives its values: give a state_dict")
     for device in set(resolved.values()) - {"disk"}:
-        try:
-            real_device(device)
-        except ValueError as error:
-            problems.append(str(error))
+        attempt(problems, real_device, device)
     return problems
 
 
@@ -644,18 +645,19 @@ def any_hook(model: nn.Module) -> bool:
     return any(align_hooks(module) for module in model.modules())
 
 
+MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty", "xpu")
+
+
 def refuse_move(method: str, *args, **kwargs):
     """Refuse to move or convert a dispatched model."""
-    raise RuntimeError(
-        f".{method}() on a dispatched model would undo its device map, and what is offloaded has no values to move. "
-        "undispatch(model) first, or plan and dispatch it anew with the dtype and the devices that you want"
-    )
+    why = "would undo its device map, and what is offloaded has no values to move"
+    raise RuntimeError(f".{method}() on a dispatched model {why}; undispatch(model) first")
 
 
 def undispatch(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Make a dispatched or offloaded model an ordinary one on one device: values, ties and methods as before."""
     remove_hook_from_submodules(model)
-    for name in ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty", "xpu", "hf_device_map"):
+    for name in (*MOVES, "hf_device_map"):
         model.__dict__.pop(name, None)
     retie_parameters(model, model.__dict__.pop("_tied_before", []))
     for names in names_by_tensor(model):
@@ -676,14 +678,11 @@ def cpu_offload(
 
     By default the execution device is the one that the parameters are on.
     """
-    where = (
-        next((p.device for p in model.parameters() if not p.is_meta), "cpu")
-        if execution_device is None
-        else execution_device
-    )
-    away = {name: "cpu" for name, _ in named_tensors(model)}
-    attach(model, dict(away), normalize_device(where), away, ChainMap({}, state_dict or {}), offload_buffers, None,
-           preload_module_classes)  # fmt: skip
+    if execution_device is None:
+        execution_device = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+    away, main = {name: "cpu" for name, _ in named_tensors(model)}, normalize_device(execution_device)
+    values = ChainMap({}, state_dict or {})
+    attach(model, {"": "cpu"}, dict(away), main, away, values, offload_buffers, None, preload_module_classes)
     return model
 
 

@@ -69,10 +69,12 @@ for _ in range(2):
     logits = model(ids)
     assert logits.device.type == "cpu" and torch.equal(logits, expected)
     moved = sum(size for name, size in sizes.items() if isinstance(resolved[name], str))
-    weights_in = [t for t in pretend_gpu.LOG if t.source == "cpu" and t.bytes in sizes.values() and t.bytes != ids.nbytes]
-    assert sum(t.bytes for t in weights_in) == moved, (pretend_gpu.LOG, moved)
+    log = pretend_gpu.LOG
+    weights_in = [t for t in log if t.source == "cpu" and t.bytes in sizes.values() and t.bytes != ids.nbytes]
+    assert sum(t.bytes for t in weights_in) == moved, (log, moved)
     assert {{t.target for t in weights_in}} <= {{f"gpu:{{main}}"}}
-    assert [t for t in pretend_gpu.LOG if t.target == "cpu"] == [(f"gpu:{{resolved['classifier.weight'] if isinstance(resolved['classifier.weight'], int) else main}}", "cpu", logits.nbytes)]
+    last = resolved["classifier.weight"] if isinstance(resolved["classifier.weight"], int) else main
+    assert [t for t in log if t.target == "cpu"] == [(f"gpu:{{last}}", "cpu", logits.nbytes)]
 undispatch(model)
 assert all(str(p.device) == "cpu" for p in model.parameters()) and torch.equal(model(ids), expected)
 """)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import subprocess
 import sys
 import time
@@ -259,9 +260,11 @@ def test_p2_what_cannot_run_within_the_budget_is_said():
         infer_auto_device_map(TwoRaw(), {"cpu": 90_000})
 
 
-def test_p2_a_parameter_level_key_counts():
-    resolved = resolve_device_map(TwoRaw(), {"a": "cpu", "": 0})
-    assert resolved == {"a": "cpu", "b": 0, "linear.weight": 0, "linear.bias": 0}
+def test_p2_a_parameter_level_key_counts_or_is_refused_by_name():
+    resolved = resolve_device_map(TwoRaw(), {"a": "cpu", "b": "cpu", "": 0})
+    assert resolved == {"a": "cpu", "b": "cpu", "linear.weight": 0, "linear.bias": 0}
+    with pytest.raises(ValueError, match="what the model owns itself must be on one device: {'a': 'cpu', 'b': 0}"):
+        check_device_map(TwoRaw(), {"a": "cpu", "": 0})
 
 
 def test_p3_names_compare_by_their_parts():
@@ -382,10 +385,14 @@ def test_what_the_walk_passed_by_is_used_before_giving_up():
 
 
 def test_a_block_that_no_device_can_hold_is_split_with_a_warning():
-    with pytest.warns(UserWarning, match="encoder.layers.0 takes 199936 B, .* 150000 B: it is split"):
+    with pytest.warns(
+        UserWarning, match="encoder.layers.0, encoder.layers.1, encoder.layers.2: .* 150000 B, and .* It is split"
+    ):
         device_map = infer_auto_device_map(build_empty("tiny"), {0: 150_000, "cpu": 150_000})
     check_device_map(build_empty("tiny"), device_map)
-    assert any(key.startswith("encoder.layers.0.") for key in device_map)
+    assert all(any(key.startswith(f"encoder.layers.{i}.") for key in device_map) for i in range(3))
+    costs = forecast(replay(build_empty("tiny"), device_map, {0: 150_000, "cpu": 150_000})[0])
+    assert costs["peak_bytes_0"] <= 150_000  # what was split to fit does not come whole
 
 
 def test_buffers_that_stay_on_the_executing_device_count_there():
@@ -417,6 +424,48 @@ def test_fallback_gives_an_empty_device_what_fits():
     assert infer_auto_device_map(model, {0: 500, 1: 10**4}) == {"": 1}
     ours = infer_auto_device_map(model, {0: 2200, 1: 10**4}, fallback_allocation=True)
     assert ours == accelerate.infer_auto_device_map(model, {0: 2200, 1: 10**4}, fallback_allocation=True)
+
+
+def test_fallback_and_second_choice_keep_the_room_on_the_device_that_executes():
+    model = nn.Sequential(linear(20), linear(20), linear(10))
+    table = {0: 2200, 1: 1700, "cpu": 10**5}
+    device_map = infer_auto_device_map(model, table, fallback_allocation=True)
+    costs = forecast(replay(model, device_map, table)[0])
+    assert costs["peak_bytes_0"] <= 2200 and "peak_bytes_1" not in costs or costs["peak_bytes_1"] <= 1700
+    model = nn.Sequential(linear(20), linear(20), nn.ReLU(), linear(20))
+    assert 0 not in infer_auto_device_map(model, {0: 1700, 1: 10**5}, fallback_allocation=True).values()
+
+
+def test_tied_buffers_count_once():
+    layers = nn.ModuleList(container(linear=linear()) for _ in range(4))
+    layers[0].register_buffer("table", torch.zeros(100))
+    for layer in layers[1:]:
+        layer.register_buffer("table", layers[0].table)
+    model = container(emb=linear(), layers=layers)
+    total = compute_module_sizes(model)[""]
+    assert infer_auto_device_map(model, {0: total, "cpu": 10**5}) == {"": 0}
+    costs = forecast(replay(model, {"emb": 0, "layers": "cpu"}, {0: 10**5})[0])
+    assert costs["peak_bytes_0"] == 440 + 400 + 440
+
+
+def test_reasons_are_true():
+    model = build_empty("tiny")
+    table = {0: 450_000, "cpu": 10**6}
+    lines = explain_device_map(model, infer_auto_device_map(model, table), table).splitlines()
+    reason = next(line for line in lines if line.startswith("classifier"))
+    assert "would fit, but the walk never goes back" in reason
+    for line in lines:
+        found = re.search(r"has (\d+) B free; (\d+) B \+ (\d+) B reserved (do not fit|would fit)", line)
+        if found:
+            free, size, room = map(int, found.groups()[:3])
+            assert (size + room > free) == (found.group(4) == "do not fit"), line
+
+
+def test_one_module_under_two_names_without_tensors_is_on_one_device():
+    act = nn.ReLU()
+    model = nn.Sequential(linear(), act, linear(), linear(), act)
+    device_map = infer_auto_device_map(model, {0: 900, "cpu": 10**4}, clean_result=False)
+    assert device_map["1"] == device_map["4"]
 
 
 def test_verbose_tells_the_decisions(capsys):
@@ -463,12 +512,14 @@ def test_maps_are_merged_like_accelerates():
 
 def test_single_entries_of_a_merged_map_can_be_changed():
     model = build_empty("tiny")
-    changed = override_device_map(model, {"": 0}, {"encoder.layers.2": "disk", "encoder.layers.0.linear1.bias": "cpu"})
-    assert changed["encoder.layers.2"] == "disk" and changed["encoder.layers.0.linear1.bias"] == "cpu"
-    assert changed["encoder.layers.0.linear1.weight"] == 0 and changed["encoder.layers.1"] == 0
+    changed = override_device_map(model, {"": 0}, {"encoder.layers.2": "disk", "encoder.layers.0.linear1": "cpu"})
+    assert changed["encoder.layers.2"] == "disk" and changed["encoder.layers.0.linear1"] == "cpu"
+    assert changed["encoder.layers.0.linear2"] == 0 and changed["encoder.layers.1"] == 0
     resolved = resolve_device_map(model, changed)
     assert sum(device == "disk" for device in resolved.values()) == 12
-    assert override_device_map(model, changed, {"encoder.layers.2": 0, "encoder.layers.0.linear1.bias": 0}) == {"": 0}
+    assert override_device_map(model, changed, {"encoder.layers.2": 0, "encoder.layers.0.linear1": 0}) == {"": 0}
+    assert override_device_map(model, changed, {"encoder": "disk"})["encoder"] == "disk"  # all that is in it
+    assert override_device_map(model, changed, {"": "cpu"}) == {"": "cpu"}
     with pytest.raises(ValueError, match="names nothing"):
         override_device_map(model, {"": 0}, {"encoder.layers.9": "disk"})
     merged = {"": 0}
@@ -559,7 +610,7 @@ def why_ours_is_right(model, whole, table, dtype, ours, theirs):
         if used > packer.budget[device]:
             return f"theirs puts {used} B on {device}, which may hold {packer.budget[device]} B"
     peak = forecast(packer)
-    main = "cpu" if packer.main is None else packer.main
+    main = packer.executing
     if peak[f"peak_bytes_{main}"] > packer.budget[main]:
         return f"theirs needs {peak[f'peak_bytes_{main}']} B on {main} to run what is elsewhere"
     return None
@@ -645,7 +696,7 @@ def test_every_plan_keeps_the_promises(model, table, offload_buffers, headroom, 
     assert all(packer.used[d] or d in why_empty or max(map(step05.device_order, resolved.values())) < (0, d)
                for d in table if d != "cpu")  # fmt: skip
     if not any(text in str(warning.message) for warning in caught for text in ("cannot run", "is split")):
-        main = "cpu" if packer.main is None else packer.main
+        main = packer.executing
         if main in table:
             assert forecast(packer)[f"peak_bytes_{main}"] + headroom * (main != "cpu") <= table[main]
 

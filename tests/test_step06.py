@@ -92,7 +92,8 @@ GENERIC = {
     "NonDynamicallyQuantizableLinear": ((4, 3), FLOATS), "Embedding": ((20, 4), IDS), "EmbeddingBag": ((20, 4), IDS),
     "LSTM": ((4, 3), WIDE), "GRU": ((4, 3), WIDE), "RNN": ((4, 3), WIDE), "LSTMCell": ((4, 3), FLOATS),
     "GRUCell": ((4, 3), FLOATS), "RNNCell": ((4, 3), FLOATS), "LayerNorm": ((4,), WIDE), "RMSNorm": ((4,), WIDE),
-    "GroupNorm": ((3, 3), torch.randn(2, 3, 4)), "PReLU": ((), FLOATS), "MultiheadAttention": ((4, 2), WIDE, WIDE, WIDE),
+    "GroupNorm": ((3, 3), torch.randn(2, 3, 4)), "PReLU": ((), FLOATS),
+    "MultiheadAttention": ((4, 2), WIDE, WIDE, WIDE),
     "TransformerEncoderLayer": ((4, 2), WIDE), "LinearCrossEntropyLoss": None,
     "AdaptiveLogSoftmaxWithLoss": ((4, 10, [3]), FLOATS, torch.tensor([1, 5])),
 }  # fmt: skip
@@ -358,11 +359,14 @@ def test_a_parked_weight_answers_and_does_not_compute():
     weight = step06.park(nn.Parameter(torch.ones(3, 3)), "a.weight", "A")
     assert weight.shape == (3, 3) and weight.dtype == torch.float32 and weight.is_meta and weight.requires_grad
     assert "a.weight" not in repr(weight.shape) and repr(weight) and weight.numel() == 9 and weight.grad is None
-    for compute in (lambda: weight + 1, lambda: torch.ones(3, 3) @ weight, lambda: weight.T, lambda: weight[0],
-                    lambda: nn.functional.linear(torch.ones(3), weight), lambda: weight.to("cpu"), lambda: weight.tolist(),
-                    lambda: weight.data + 1, lambda: weight.detach().sum(), lambda: torch.cat([torch.ones(3, 3), weight]),
-                    lambda: weight.copy_(torch.ones(3, 3)), lambda: torch.equal(weight, weight), lambda: bool(weight[0, 0]),
-                    lambda: torch.stack([weight]), lambda: weight.numpy(), lambda: copy.deepcopy(weight).sum()):  # fmt: skip
+    ones = torch.ones(3, 3)
+    for compute in [
+        lambda: weight + 1, lambda: ones @ weight, lambda: weight.T, lambda: weight[0], lambda: weight.to("cpu"),
+        lambda: nn.functional.linear(ones, weight), lambda: weight.tolist(), lambda: weight.data + 1,
+        lambda: weight.detach().sum(), lambda: torch.cat([ones, weight]), lambda: weight.copy_(ones),
+        lambda: torch.equal(weight, weight), lambda: bool(weight), lambda: torch.stack([weight]),
+        lambda: weight.numpy(), lambda: copy.deepcopy(weight).sum(), lambda: ones.copy_(weight),
+    ]:  # fmt: skip
         with pytest.raises(ParkedWeightError, match="a.weight is parked"):
             compute()
 
@@ -420,11 +424,11 @@ def test_resident_entries_get_an_alignment_hook_and_one_device_gets_none():
 def test_what_cannot_be_honoured_is_said_before_anything_changes(monkeypatch):
     model = build_model("tiny")
     before = {name: id(tensor) for name, tensor in named_tensors(model)}
-    wrong = {"": 0, "encoder.layers.0": "disk", "encoder.layers.1.linear1.weight": "cpu", "classifier": 1}
+    wrong = {"": 0, "encoder.layers.0": "disk", "encoder.layers.1.self_attn.out_proj": "cpu", "classifier": 1}
     with pytest.raises(ValueError) as caught:
         dispatch_model(model, wrong)
     for part in ["encoder.layers.0.linear1.weight is to be on disk: give a weights_map",
-                 "encoder.layers.1.linear1 has its own tensors on [0, 'cpu']",
+                 "encoder.layers.1.self_attn has its own tensors on [0, 'cpu']",
                  "device 1 does not exist here: this machine has no accelerator"]:  # fmt: skip
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="names nothing"):
@@ -592,6 +596,22 @@ def test_send_to_device_goes_into_everything():
     assert send_to_device([linear], "meta")[0] is linear and not linear.weight.is_meta
 
 
+def test_hooks_can_be_attached_without_a_map():
+    model = build_model("tiny")
+    expected = call(model, IDS)
+    step06.attach_align_device_hook(model.encoder, "cpu", offload=True, weights_map={}, module_name="encoder")
+    assert torch.equal(call(model, IDS), expected) and real_bytes(model) == 37384
+    remove_hook_from_submodules(model)
+    blocks = {"encoder.layers.0": True, "encoder.layers.1": False, "classifier": True}
+    step06.attach_align_device_hook_on_blocks(model, dict.fromkeys(blocks, "cpu"), blocks)
+    assert torch.equal(call(model, IDS), expected) and real_bytes(model) == 36864 + 2 * 199936
+    remove_hook_from_submodules(model)
+    step06.attach_execution_device_hook(model, "cpu")
+    assert torch.equal(call(model, IDS), expected) and real_bytes(model) == 637192
+    remove_hook_from_submodules(model)
+    assert torch.equal(call(model, IDS), expected) and not step06.any_hook(model)
+
+
 def test_set_module_tensor_to_device():
     with init_empty_weights():
         model = tied_model()
@@ -599,8 +619,11 @@ def test_set_module_tensor_to_device():
     assert model.linear.bias.tolist() == [0, 1, 2, 3] and model.linear.bias.dtype == torch.float32
     set_module_tensor_to_device(model, "linear.bias", "cpu", dtype=torch.float16)
     assert model.linear.bias.dtype == torch.float16 and isinstance(model.linear.bias, nn.Parameter)
-    for name, options, part in [("linear.nothing", {}, "linear.nothing"), ("linear.weight", {}, "on the meta device"),
-                                ("linear.weight", {"value": torch.ones(3)}, r"linear.weight.*\[4, 4\].*\[3\]")]:  # fmt: skip
+    shapes = r"linear.weight.*\[4, 4\].*\[3\]"
+    for name, options, part in [
+        ("linear.nothing", {}, "linear.nothing"), ("linear.weight", {}, "on the meta device"),
+        ("linear.weight", {"value": torch.ones(3)}, shapes),
+    ]:  # fmt: skip
         with pytest.raises(ValueError, match=part):
             set_module_tensor_to_device(model, name, "cpu", **options)
 
