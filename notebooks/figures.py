@@ -6,7 +6,16 @@ Only notebooks and tests import this; the steps run without matplotlib.
 import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours: told apart by colour-blind readers, and of different brightness in greyscale.
-COLOURS = {"anonymous": "#0072B2", "file": "#F0E442", "bound": "#000000", "cpu": "#E69F00", "disk": "#999999"}
+COLOURS = {
+    "anonymous": "#0072B2",
+    "file": "#F0E442",
+    "bound": "#000000",
+    "cpu": "#E69F00",
+    "disk": "#999999",
+    "transfer": "#E69F00",
+    "compute": "#0072B2",
+    "drop": "#999999",
+}
 GPU_COLOURS = ["#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#882255", "#44AA99", "#DDCC77"]
 
 plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100})
@@ -90,5 +99,37 @@ def share_bars(shares: dict[int, dict], title: str) -> plt.Figure:
     axes.set_yticks(range(len(shares)), [f"{count} GPU{'s' if count > 1 else ''}" for count in shares])
     axes.invert_yaxis()
     axes.set(title=title, xlabel="bytes of the model (GiB)")
+    figure.tight_layout()
+    return figure
+
+
+def timeline(happened, forecast_bytes: int, title: str) -> plt.Figure:
+    """Draw when each block came, ran and went, and under it the bytes that were there, beside the forecast.
+
+    `happened` is step 6's `OffloadTrace` of one forward.
+    """
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 5.6), sharex=True, height_ratios=[2, 1])
+    blocks = list(dict.fromkeys(event.block for event in happened.events if event.block))
+    next_part = {"bring": "transfer", "run": "compute", "drop": "drop"}
+    started = {}
+    for event in happened.events:
+        begun = started.pop(event.block, None)
+        if begun is not None and event.block:
+            row, colour = blocks.index(event.block), COLOURS[next_part[begun.kind]]
+            above.barh(row, 1e3 * (event.seconds - begun.seconds), left=1e3 * begun.seconds, color=colour, height=0.8)
+        if event.kind != "end":
+            started[event.block] = event
+    above.set_yticks(range(len(blocks)), blocks, fontsize=9)
+    above.invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[part]) for part in next_part.values()]
+    above.legend(handles, ["transfer", "compute", "drop"], loc="upper right", frameon=False, fontsize=10)
+    above.set_title(title)
+    milliseconds = [1e3 * event.seconds for event in happened.events]
+    below.step(
+        milliseconds, [size / 1e6 for size in happened.resident_bytes], where="post", color=COLOURS["anonymous"]
+    )
+    below.axhline(forecast_bytes / 1e6, color=COLOURS["bound"], linestyle="--", linewidth=1)
+    below.text(0, forecast_bytes / 1e6, " the plan's forecast", va="bottom", fontsize=10)
+    below.set(xlabel="time (ms)", ylabel="on the device (MB)", ylim=(0, 1.25 * forecast_bytes / 1e6))
     figure.tight_layout()
     return figure

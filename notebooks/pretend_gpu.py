@@ -75,6 +75,8 @@ class PretendTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func.overloadpacket is aten.to:  # in inference mode it comes whole; elsewhere as the copy that it makes
+            return func.decompose(*args, **kwargs)
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func is aten.copy_.default:
             note(args[1], args[0].device)
@@ -115,7 +117,9 @@ def note(tensor: torch.Tensor, target: torch.device) -> None:
 
 
 def install() -> None:
-    """Make `gpu:0` and `gpu:1` devices of this process; once."""
+    """Make `gpu:0` and `gpu:1` devices of this process; a second call does nothing."""
+    if torch._C._get_privateuse1_backend_name() == NAME:
+        return
     _setup_privateuseone_for_python_backend(NAME, backend_module=PretendModule())
 
     @torch.library.impl("aten::empty.memory_format", "privateuseone")

@@ -497,7 +497,7 @@ def warn_of_cut_modules(cuts: list, packer: Packer) -> None:
         devices = sorted({p if isinstance(p, int) else packer.executing for p in places}, key=device_order)
         made_for_it = any(isinstance(child, nn.ModuleList) for child in module.modules())
         if len(devices) > 1 and not made_for_it and not isinstance(module, nn.Sequential | nn.ModuleDict):
-            mend = "if its forward adds its input to their outputs, name its class in no_split_module_classes"
+            mend = "if its forward adds its input to what they give, name its class in no_split_module_classes"
             warn(f"{name or 'the model'} ({type(module).__name__}) is cut between devices {devices}: {mend}")
 
 

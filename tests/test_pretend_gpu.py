@@ -64,9 +64,10 @@ main = min(d for d in resolved.values() if isinstance(d, int))
 dispatch_model(model, device_map, weights_map=dict(named_tensors(model)) if "disk" in resolved.values() else None)
 resident = {{name: t for name, t in named_tensors(model) if not isinstance(t, Parked)}}
 assert all(str(t.device) == f"gpu:{{resolved[name]}}" for name, t in resident.items())
-for _ in range(2):
+for mode in (torch.no_grad, torch.inference_mode):
     pretend_gpu.LOG.clear()
-    logits = model(ids)
+    with mode():
+        logits = model(ids)
     assert logits.device.type == "cpu" and torch.equal(logits, expected)
     moved = sum(size for name, size in sizes.items() if isinstance(resolved[name], str))
     log = pretend_gpu.LOG
