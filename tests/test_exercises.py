@@ -1,13 +1,17 @@
 """Every exercise can be solved: the stub says what to do, the solution passes, a wrong answer learns why."""
 
+import contextlib
+import io
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
-import matplotlib
 import nbformat
 import pytest
-from test_notebooks import NOTEBOOKS
-
-matplotlib.use("Agg")
+from conftest import ROOT
 
 # One plausible wrong answer for each exercise: source code, and what the check must say.
 WRONG = {
@@ -26,49 +30,80 @@ WRONG = {
         "    return override_device_map(model, device_map, {f'encoder.layers.{i}': 'cpu' for i in (1, 3)})",
         "before it were 4",
     ),
+    ("hooks_offload", 1): (
+        "class Counts(ModelHook):\n"
+        "    count = 0\n"
+        "    def pre_forward(self, module, *args, **kwargs):\n"
+        "        self.count += 1\n"
+        "        return args, kwargs",
+        "yours counted 3",
+    ),
+    ("hooks_offload", 2): (
+        "def moved_bytes(model, device_map, inputs):\n"
+        "    twin = dispatch_model(copy.deepcopy(model), device_map)\n"
+        "    with OffloadTrace(twin) as happened:\n"
+        "        twin(inputs)\n"
+        "    return sum(event.bytes for event in happened.events)",
+        "each block counts once",
+    ),
 }
 
 
-def exercises():
-    for path in NOTEBOOKS:
-        tags = [cell.metadata.get("tags", []) for cell in nbformat.read(path, as_version=4).cells]
-        numbers = {
-            int(found.group(1)) for tag in sum(tags, []) if (found := re.fullmatch(r"exercise-(\d+)-stub", tag))
-        }
-        yield from ((path, number) for number in sorted(numbers))
+def exercise_cells(path: Path) -> dict:
+    """Find a notebook's cells of exercises: (number, part) -> cell."""
+    cells = {}
+    for cell in nbformat.read(path, as_version=4).cells:
+        for tag in cell.metadata.get("tags", []):
+            if found := re.fullmatch(r"exercise-(\d+)-(stub|check|solution)", tag):
+                cells[int(found.group(1)), found.group(2)] = cell
+    return cells
 
 
-@pytest.fixture(scope="module")
-def lesson():
-    """Run a notebook's ordinary cells once; returns its names and its exercises' cells."""
-    lessons = {}
-
-    def run(path):
-        if path not in lessons:
-            names, cells = {"__name__": "__main__"}, {}
-            for cell in nbformat.read(path, as_version=4).cells:
-                tags = [tag for tag in cell.metadata.get("tags", []) if tag.startswith("exercise-")]
-                if tags:
-                    cells[tags[0]] = cell
-                elif cell.cell_type == "code":
-                    exec(cell.source, names)
-            lessons[path] = names, cells
-        return lessons[path]
-
-    return run
+LESSONS = [path for path in sorted(ROOT.glob("*/*.ipynb")) if exercise_cells(path)]
 
 
-@pytest.mark.parametrize(("path", "number"), list(exercises()), ids=lambda value: getattr(value, "stem", value))
-def test_an_exercise(lesson, path, number, capsys):
-    names, cells = lesson(path)
-    stub, check, solution = (cells[f"exercise-{number}-{part}"] for part in ("stub", "check", "solution"))
-    assert "raises-exception" in check.metadata.tags and solution.metadata.jupyter.source_hidden
-    exec(stub.source, names)
-    with pytest.raises(NotImplementedError, match=r"\w+ \w+"):
-        exec(check.source, names)
-    exec(solution.source, names)
-    assert f"exercise {number} passed" in capsys.readouterr().out
-    answer, explanation = WRONG[path.stem, number]
-    exec(answer, names)
-    with pytest.raises(AssertionError, match=explanation):
-        exec(check.source, names)
+def what_happens(source: str, names: dict) -> str:
+    """Run a cell; returns what it printed, or its error."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(source, names)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return printed.getvalue().strip()
+
+
+def main(path: Path) -> None:
+    """Run a lesson's ordinary cells, then each exercise as stub, as solved, and as answered wrongly."""
+    names, cells = {"__name__": "__main__"}, exercise_cells(path)
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code" and cell not in cells.values():
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(cell.source, names)
+    for number in sorted({number for number, _ in cells}):
+        stub, check, solution = (cells[number, part].source for part in ("stub", "check", "solution"))
+        exec(stub, names)
+        results = [what_happens(check, names), what_happens(solution, names)]
+        exec(WRONG[path.stem, number][0], names)
+        print(json.dumps([number, *results, what_happens(check, names)]))
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_stub_solution_and_wrong_answer(path):
+    cells = exercise_cells(path)
+    for (_, part), cell in cells.items():
+        assert part != "check" or "raises-exception" in cell.metadata.tags
+        assert part != "solution" or cell.metadata.jupyter.source_hidden
+    command, environment = [sys.executable, __file__, str(path)], os.environ | {"MPLBACKEND": "Agg"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    results = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+    assert len(results) == len(cells) // 3
+    for number, stub, solution, wrong in results:
+        assert re.match(r"NotImplementedError: \w+ \w+", stub), "the stub says what to do"
+        assert solution == f"exercise {number} passed"
+        assert wrong.startswith("AssertionError") and WRONG[path.stem, number][1] in wrong
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
