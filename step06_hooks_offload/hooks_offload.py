@@ -624,7 +624,9 @@ def attach_execution_device_hook(
 
 def list_obstacles(model, units, resolved, away, values, offload_buffers) -> list[str]:
     """Say everything that keeps a map from being honoured, one text a problem."""
-    problems = ["the model is dispatched already; undispatch(model) first"] if any_hook(model) else []
+    if any_hook(model):
+        return ["the model is dispatched already; undispatch(model) first"]
+    problems = []
     for unit in units:
         devices = sorted({resolved[name] for name in unit.tensors}, key=str)
         if len(devices) > 1:

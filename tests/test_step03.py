@@ -257,6 +257,7 @@ def test_a_large_parent_does_not_make_its_child_seem_large():
     del ballast
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells file-backed memory apart")
 def test_file_backed_memory_is_told_apart(tmp_path):
     setup = f"import torch; torch.save(torch.ones(25, 2**20), '{tmp_path / 'x.pt'}')"
     growth = measure_rss(f"x = torch.load('{tmp_path / 'x.pt'}', mmap=True, weights_only=True); x.sum()", setup)
