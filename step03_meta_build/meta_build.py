@@ -64,7 +64,7 @@ def on_register(module: nn.Module, name: str, tensor: torch.Tensor | None) -> to
         return None
     if tensor not in context.moved:  # registered under a second name, it is the same tensor again: the tie holds
         new = tensor if tensor.device == context.device else dress(tensor.detach().to(context.device), tensor)
-        context.moved[tensor] = context.moved[new] = new
+        context.moved[tensor] = new
     return context.moved[tensor]
 
 

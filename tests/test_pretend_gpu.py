@@ -92,3 +92,36 @@ except RuntimeError as error:
 else:
     raise AssertionError("a layer on gpu:1 took an input on gpu:0")
 """)
+
+
+def test_what_a_forward_changes_is_kept_though_the_device_has_a_copy():
+    run("""
+import copy
+plain = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).train()
+offloaded = dispatch_model(copy.deepcopy(plain), {"": "cpu"}, main_device=0, offload_buffers=True)
+for scale, mode in ((1, torch.no_grad), (3, torch.inference_mode)):
+    x = scale * torch.arange(8.0).reshape(2, 4)
+    with mode():
+        assert torch.equal(offloaded(x), plain(x))
+for name, tensor in offloaded.state_dict().items():
+    assert torch.equal(tensor, plain.state_dict()[name]), name
+    assert tensor.device.type == "cpu"
+""")
+
+
+def test_a_tied_weight_that_is_resident_is_not_moved_and_what_was_on_the_gpu_goes_to_ram():
+    run("""
+tied = nn.Sequential()
+tied.embedding, tied.head = nn.Embedding(128, 16), nn.Linear(16, 128, bias=False)
+tied.head.weight = tied.embedding.weight
+right = tied(ids)
+dispatch_model(tied, {"embedding": 0, "head": "cpu"})
+pretend_gpu.LOG.clear()
+assert torch.equal(tied(ids), right)
+assert [t for t in pretend_gpu.LOG if t.bytes == 128 * 16 * 4 and t.source == "cpu"] == []
+undispatch(tied, "gpu:1")
+assert tied.head.weight is tied.embedding.weight and str(tied.head.weight.device) == "gpu:1"
+dispatch_model(tied, {"": "cpu"}, main_device=0)
+assert all(t.device.type == "cpu" for t in tied.state_dict().values())
+assert torch.equal(tied(ids), right)
+""")

@@ -111,6 +111,14 @@ def test_unusual_tensors_come_back_bit_for_bit(tmp_path):
         assert back.tolist() == tensor.tolist(), name
 
 
+def test_a_conjugate_that_is_only_a_flag_is_stored_conjugated(tmp_path):
+    numbers = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    save_sharded_checkpoint({"conj": numbers.conj(), "negative": numbers.conj().imag}, tmp_path / "c")
+    save_sharded_checkpoint({"conj": numbers.conj()}, tmp_path / "d")
+    assert read_all(tmp_path / "c")["conj"].tolist() == read_all(tmp_path / "d")["conj"].tolist() == [1 - 2j, 3 + 4j]
+    assert read_all(tmp_path / "c")["negative"].tolist() == [-2, 4]
+
+
 def test_l8_a_tied_tensor_is_written_once_and_its_alias_recorded(tmp_path):
     embedding, head = nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)
     head.weight = embedding.weight

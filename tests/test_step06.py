@@ -499,9 +499,11 @@ def test_two_threads_get_right_values():
     failures = []
 
     def work(i):
-        for _ in range(20):
-            if not torch.equal(call(model, inputs[i]), expected[i]):
-                failures.append(i)
+        try:
+            for _ in range(20):
+                assert torch.equal(call(model, inputs[i]), expected[i])
+        except BaseException as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=work, args=[i]) for i in range(4)]
     [thread.start() for thread in threads]
@@ -554,6 +556,30 @@ def test_hooks_are_added_stacked_and_removed():
     model = nn.Sequential(add_hook_to_module(nn.Linear(4, 4), Doubles()), nn.ReLU())
     remove_hook_from_submodules(model)
     assert not hasattr(model[0], "_hf_hook")
+
+
+def test_when_a_later_hook_fails_the_earlier_ones_let_go():
+    class Fails(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            raise ValueError("no")
+
+    linear = add_hook_to_module(nn.Linear(4, 4), AlignDevicesHook("cpu", offload=True))
+    first = linear._hf_hook
+    add_hook_to_module(linear, Fails(), append=True)
+    with pytest.raises(ValueError, match="no"):
+        call(linear, FLOATS)
+    assert real_bytes(linear) == 0 and first.calls == []
+
+
+def test_ties_come_back_when_the_values_came_from_a_mapping():
+    reference = tied_model()
+    with init_empty_weights():
+        model = tied_model()
+    values = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    dispatch_model(model, {"": "cpu"}, main_device=0, weights_map=values)
+    assert torch.equal(call(model, IDS), call(reference, IDS))
+    assert find_tied_parameters(undispatch(model)) == [["embedding.weight", "head.weight"]]
+    assert torch.equal(call(model, IDS), call(reference, IDS))
 
 
 def test_no_grad_hooks_run_without_gradients():
