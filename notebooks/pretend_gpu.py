@@ -129,3 +129,9 @@ def install() -> None:
     @torch.library.impl("aten::empty_strided", "privateuseone")
     def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
         return PretendTensor(torch.empty_strided(size, stride, dtype=dtype), torch.device(NAME, device.index or 0))
+
+    @torch.library.impl("aten::_copy_from", "privateuseone")
+    def copy_from(source, target, non_blocking=False):
+        note(source, target.device)
+        raw(target).copy_(raw(source))
+        return target

@@ -27,17 +27,11 @@ CONFIGS = {
 
 def config_problems(vocab_size, hidden_size, num_heads, num_layers, num_classes, max_length) -> list[str]:
     """Say everything that is wrong with a configuration, one text a problem; an empty list is a good one."""
-    sizes = dict(locals())
-    problems = [
-        f"{name} must be a whole number of at least 1, not {size!r}"
-        for name, size in sizes.items()
-        if type(size) is not int or size < 1
-    ]
+    wrong = {name: size for name, size in locals().items() if type(size) is not int or size < 1}
+    problems = [f"{name} must be a whole number of at least 1, not {size!r}" for name, size in wrong.items()]
     if not problems and hidden_size % num_heads:
-        problems.append(
-            f"num_heads={num_heads} does not divide hidden_size={hidden_size}: each head takes "
-            "hidden_size / num_heads columns; choose a num_heads that divides it"
-        )
+        mend = "each head takes hidden_size / num_heads columns; choose a num_heads that divides it"
+        problems.append(f"num_heads={num_heads} does not divide hidden_size={hidden_size}: {mend}")
     return problems
 
 
@@ -57,9 +51,8 @@ class TinyTransformerClassifier(nn.Module):
         self.max_length = max_length
         self.token_embedding = nn.Embedding(vocab_size, hidden_size)
         self.position_embedding = nn.Embedding(max_length, hidden_size)
-        layer = nn.TransformerEncoderLayer(
-            hidden_size, num_heads, 4 * hidden_size, dropout=0.0, activation="gelu", batch_first=True
-        )
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+        layer = nn.TransformerEncoderLayer(hidden_size, num_heads, 4 * hidden_size, **options)
         self.encoder = nn.TransformerEncoder(layer, num_layers)
         self.classifier = nn.Linear(hidden_size, num_classes)
 

@@ -354,10 +354,8 @@ def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
         here, named = set(shard.keys()), {name for name, its_file in weight_map.items() if its_file == file}
         problems += [f"{name} is not in {relative(file)}" for name in sorted(named - here)]
         problems += [f"{name} is in {relative(file)}, but not listed for it" for name in sorted(here - named)]
-        recorded = (shard.metadata() or {}).items()
-        aliases.update(
-            {alias: name for alias, name in recorded if name in here and alias not in {*weight_map, "format"}}
-        )
+        recorded = {alias: name for alias, name in (shard.metadata() or {}).items() if name in here}
+        aliases.update({alias: recorded[alias] for alias in recorded.keys() - weight_map.keys() - {"format"}})
     if problems:
         raise CheckpointError(f"{relative(start)} and its shards disagree: " + "; ".join(problems))
     return weight_map, aliases

@@ -73,13 +73,9 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Map every name that a checkpoint of this model has to the model's tensor: all but unsaved buffers."""
-    unsaved = {f"{name}.{key}".lstrip(".") for name, m in all_modules(model) for key in m._non_persistent_buffers_set}
+    modules = model.named_modules(remove_duplicate=False)
+    unsaved = {f"{name}.{key}".lstrip(".") for name, m in modules for key in m._non_persistent_buffers_set}
     return {name: tensor for name, tensor in named_tensors(model) if name not in unsaved}
-
-
-def all_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List a model's modules under every name that they have."""
-    return list(model.named_modules(remove_duplicate=False))
 
 
 def unfillable_buffers(model: nn.Module) -> list[str]:
@@ -88,10 +84,7 @@ def unfillable_buffers(model: nn.Module) -> list[str]:
     return [name for name, tensor in named_tensors(model) if tensor.is_meta and name not in fillable]
 
 
-UNFILLABLE = (
-    "a buffer on the meta device that no checkpoint holds (persistent=False), so its values are lost; build "
-    "with init_empty_weights(include_buffers=False), or set it before loading"
-)
+UNFILLABLE = "a meta buffer that no checkpoint holds (persistent=False): build with include_buffers=False, or set it"
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> nn.Module:

@@ -10,6 +10,7 @@ import argparse
 import math
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,6 +131,11 @@ def children_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(prefix + child, m) for child, m in module._modules.items() if m is not None]
 
 
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Map the names of a module's own parameters and buffers to them, without its children's."""
+    return {key: tensor for key, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None}
+
+
 def reads_its_children(module: nn.Module) -> bool:
     """Tell whether a module of PyTorch reads its children's tensors itself, so that it cannot be cut at all."""
     return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)
@@ -173,7 +179,7 @@ def cut_into_units(model: nn.Module, blocks, dtype=None, special_dtypes=None, bu
         if not children or reads_its_children(module) or name in blocks:
             return add(name, module, [name], {prefix + key: tensor for key, tensor in named_tensors(module)}).need
         start = len(units)
-        own = {prefix + key: t for key, t in {**module._parameters, **module._buffers}.items() if t is not None}
+        own = {prefix + key: tensor for key, tensor in own_tensors(module).items()}
         own_unit = add(name, module, list(own), own) if own else None
         needs = [visit(*child) for child in children]
         if own_unit is not None:  # it is there for the module's whole forward, beside each child in turn
@@ -200,7 +206,8 @@ def normalize_device(device: int | str | torch.device) -> int | str:
         return kind
     if text.isdecimal() and not isinstance(device, bool):
         return int(text)
-    if kind in ("cuda", "xpu", "mps", "npu", "hpu", "privateuseone") and (not number or number.isdecimal()):
+    known = kind in ("cuda", "xpu", "mps", "npu", "hpu") or (isinstance(device, torch.device) and kind != "meta")
+    if known and (not number or number.isdecimal()):
         return int(number or 0)
     raise ValueError(f"{device!r} is not a device; use 0, 1, ... for accelerators, 'cpu' or 'disk'")
 
@@ -250,10 +257,8 @@ def measured_memory() -> dict[int | str, int]:
 
 def container_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Read how many bytes this process's container may still take (cgroup v2, then v1); without one, infinity."""
-    for limit, used in [
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ]:
+    second = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    for limit, used in [("memory.max", "memory.current"), second]:
         if (root / limit).is_file() and (root / used).is_file():
             text = (root / limit).read_text().strip()
             return max(0, int(text) - int((root / used).read_text())) if text.isdecimal() else math.inf
@@ -528,6 +533,8 @@ def resolve_device_map(model: nn.Module, device_map: dict) -> dict[str, int | st
     Raises ValueError that lists every fault: entries that name nothing, things that are no device, tensors
     without a device, a module whose own tensors are on several.
     """
+    if not isinstance(device_map, Mapping):
+        raise ValueError(f"a device map is a dict, not {device_map!r}; plan_device_map(model, 'auto') makes one")
     names, problems, devices, of_module = [name for name, _ in named_tensors(model)], [], {}, {}
     known = {*names, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     for key, device in device_map.items():
@@ -628,9 +635,8 @@ def forecast(packer: Packer) -> dict[str, int]:
     if not packer.buffers_move:
         costs["moved_bytes_per_forward"] -= sum(packer.buffer_bytes([i]) for i in away)
     costs |= {f"peak_bytes_{main}": held + needs[-1], f"peak_bytes_{main}_with_prefetch": held + needs[-1] + needs[-2]}
-    return costs | {
-        f"peak_bytes_{d}": packer.used[d] for d in packer.devices if d not in (main, "disk") and packer.used[d]
-    }
+    others = [device for device in packer.devices if device not in (main, "disk") and packer.used[device]]
+    return costs | {f"peak_bytes_{device}": packer.used[device] for device in others}
 
 
 def explain_device_map(model: nn.Module, device_map: dict, max_memory: dict | None = None, **options) -> str:
@@ -660,10 +666,10 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
         raise ValueError(f"write {', '.join(wrong)} as a pair, like cpu=64GiB or encoder.layers.2=disk")
-    names = [pair.split("=", 1)[0] for pair in pairs]
-    if len(set(names)) < len(names):
+    table = dict(pair.split("=", 1) for pair in pairs)
+    if len(table) < len(pairs):
         raise ValueError(f"a name stands twice in {' '.join(pairs)}")
-    return dict(pair.split("=", 1) for pair in pairs)
+    return table
 
 
 def main() -> None:

@@ -10,10 +10,11 @@ import argparse
 import copy
 import dataclasses
 import functools
+import operator
 import threading
 import time
 import warnings
-from collections import ChainMap
+from collections import ChainMap, namedtuple
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -29,7 +30,8 @@ from step04_to_empty_load.load_with_meta import (
     set_tensor,
 )  # fmt: skip
 from step05_device_map.device_map import (
-    Unit, attempt, blocks_under, cut_into_units, infer_auto_device_map, normalize_device, resolve_device_map,
+    Unit, attempt, blocks_under, cut_into_units, infer_auto_device_map, normalize_device, own_tensors,
+    resolve_device_map,
 )  # fmt: skip
 
 # --- a parked weight --------------------------------------------------------------------------------------
@@ -40,11 +42,9 @@ class ParkedWeightError(RuntimeError):
 
 
 QUESTIONS = {  # what may be asked of a weight that is elsewhere; anything else would compute with it
-    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "dim", "numel", "stride"),
-    *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_meta", "is_leaf", "is_sparse"),
-    *("is_quantized", "is_nested", "is_cuda", "is_cpu", "is_xpu", "is_inference", "requires_grad", "requires_grad_"),
-    *("grad", "grad_fn", "data", "detach", "__repr__", "__hash__", "__len__", "_version", "names", "is_mkldnn"),
-    *("retains_grad", "output_nr", "_backward_hooks", "__reduce_ex__", "__deepcopy__", "storage_offset"),
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "dim", "numel", "stride", "names"),
+    *("element_size", "requires_grad", "requires_grad_", "grad", "grad_fn", "data", "detach", "__repr__", "__hash__"),
+    *("__len__", "_version", "retains_grad", "output_nr", "_backward_hooks", "__deepcopy__", "storage_offset"),
 }
 
 
@@ -57,7 +57,7 @@ class Parked:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__", "__delete__") else func.__name__
-        if name not in QUESTIONS:
+        if name not in QUESTIONS and (not name.startswith("is_") or name == "is_nonzero"):
             parked = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Parked))
             raise ParkedWeightError(parked.advice(name))
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,11 +69,9 @@ class Parked:
 
     def advice(self, name: str) -> str:
         """Say what went wrong, and both ways to mend it."""
-        return (
-            f"{self.full_name} is parked: its values are elsewhere, and {name!r} would compute with nothing. If "
-            f"another module's forward reads it, make that one block: preload_module_classes=[{self.reader!r}]. "
-            "Outside a forward, bring it in by `with align_module_device(module):`"
-        )
+        what = f"{self.full_name} is parked: its values are elsewhere, and {name!r} would compute with nothing"
+        mend = f"If another module's forward reads it, make that one block: preload_module_classes=[{self.reader!r}]"
+        return f"{what}. {mend}. Outside a forward, bring it in by `with align_module_device(module):`"
 
     def __deepcopy__(self, memo):
         return memo.setdefault(id(self), park(self, self.full_name, self.reader))
@@ -117,16 +115,13 @@ def set_module_tensor_to_device(
     Raises ValueError, with the full name, for a name that is none, a value that is missing or of another shape.
     """
     old = dict(named_tensors(module)).get(tensor_name)
-    source = old if value is None else value
-    problem = None
     if old is None:
-        problem = "names no parameter or buffer"
-    elif source.shape != old.shape:
-        problem = f"is {list(old.shape)}, the value {list(source.shape)}"
-    elif source.is_meta and torch.device(device).type != "meta":
-        problem = "is on the meta device: give its value"
-    if problem:
-        raise ValueError(f"{tensor_name} of {type(module).__name__} {problem}")
+        raise ValueError(f"{tensor_name} names no parameter or buffer of {type(module).__name__}")
+    source = old if value is None else value
+    if source.shape != old.shape:
+        raise ValueError(f"{tensor_name} is {list(old.shape)}, the value {list(source.shape)}")
+    if source.is_meta and torch.device(device).type != "meta":
+        raise ValueError(f"{tensor_name} is on the meta device: give its value")
     known, key = ({} if tied_params_map is None else tied_params_map), (id(source), str(device))
     if key not in known:
         wanted = (dtype or old.dtype) if source.is_floating_point() or old.is_floating_point() else source.dtype
@@ -191,8 +186,9 @@ class SequentialHook(ModelHook):
         return functools.reduce(lambda result, hook: hook.post_forward(module, result), self.hooks, output)
 
     def release(self, module):
-        for hook in self.hooks:
-            hook.release(module)
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.callback(hook.release, module)
 
 
 @torch.compiler.disable
@@ -203,10 +199,9 @@ def hooked_forward(module: nn.Module, *args, **kwargs):
     try:
         with torch.no_grad() if hook.no_grad else nullcontext():
             output = module._old_forward(*args, **kwargs)
-    except BaseException:
+        return hook.post_forward(module, output)
+    finally:
         hook.release(module)
-        raise
-    return hook.post_forward(module, output)
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
@@ -215,7 +210,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     The module's `forward` is swapped: PyTorch's own hooks cannot change what a forward raises, and run in no
     order that we choose. Its signature and docstring stay.
     """
-    if hasattr(module, "_hf_hook"):
+    if "_hf_hook" in vars(module):
         if append:
             module._hf_hook = SequentialHook(module._hf_hook, hook)
             return hook.init_hook(module)
@@ -228,9 +223,13 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove a module's hook, and with `recurse` its children's; its forward and its values are its own again."""
-    if hasattr(module, "_hf_hook"):
+    if "_hf_hook" in vars(module):
         module._hf_hook.detach_hook(module)
-        del module._hf_hook, module._old_forward, module.forward
+        own = vars(module).pop("_old_forward")
+        vars(module).pop("_apply", None)  # the refusal to be moved, on the root of a dispatched model
+        del module._hf_hook, module.forward
+        if getattr(own, "__func__", None) is not type(module).forward:
+            module.forward = own  # it was the instance's
     for child in module.children() if recurse else []:
         remove_hook_from_module(child, recurse)
     return module
@@ -259,11 +258,15 @@ def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_bl
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return type(obj)(*map(send, obj))
     if isinstance(obj, list | tuple):
-        return type(obj)(map(send, obj))
+        sent = [*map(send, obj)]
+        return obj if all(map(operator.is_, sent, obj)) else type(obj)(sent)
     if isinstance(obj, Mapping):
+        sent = {key: value if key in skipped else send(value) for key, value in obj.items()}
+        if all(sent[key] is obj[key] for key in obj):
+            return obj
         moved = copy.copy(obj)
         for key in obj:
-            moved[key] = obj[key] if key in skipped else send(obj[key])
+            moved[key] = sent[key]
         return moved
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         names = [field.name for field in dataclasses.fields(obj) if field.init and field.name not in skipped]
@@ -275,6 +278,7 @@ def first_device(obj) -> torch.device | None:
     """Find the device of the first tensor in nested arguments."""
     if isinstance(obj, torch.Tensor):
         return obj.device
+    obj = vars(obj) if dataclasses.is_dataclass(obj) and not isinstance(obj, Mapping) else obj
     values = obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, list | tuple) else []
     return next((device for value in values if (device := first_device(value)) is not None), None)
 
@@ -293,10 +297,12 @@ class AlignDevicesHook(ModelHook):
     def __init__(
         self, execution_device=None, offload=False, io_same_device=False, weights_map=None, offload_buffers=False,
         place_submodules=False, skip_keys=None, tied_params_map=None, module_name="", reader="", source="cpu",
+        aliases=None,
     ):  # fmt: skip
         self.execution_device, self.offload, self.io_same_device = execution_device, offload, io_same_device
         self.weights_map, self.offload_buffers = {} if weights_map is None else weights_map, offload_buffers
         self.place_submodules, self.skip_keys = place_submodules, skip_keys
+        self.aliases = aliases or {}  # the one name under which `weights_map` has a tied weight
         self.tied_params_map, self.reader = tied_params_map or {}, reader
         self.prefix = f"{module_name}." if module_name else ""
         self.source, self.parked, self.brought, self.calls, self.lock = source, {}, {}, [], threading.RLock()
@@ -309,15 +315,18 @@ class AlignDevicesHook(ModelHook):
 
     def tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         """List what this hook is for: the module's own tensors, or all in it if it is one block."""
-        return [(name, t) for name, t in named_tensors(module) if self.place_submodules or "." not in name]
+        modules = module.named_modules() if self.place_submodules else [("", module)]
+        return [(f"{name}.{key}".lstrip("."), t) for name, m in modules for key, t in own_tensors(m).items()]
 
     def init_hook(self, module):
         for name, tensor in self.tensors(module):
             if self.offload and (isinstance(tensor, nn.Parameter) or self.offload_buffers):
-                key = self.prefix + name
-                if key not in self.weights_map:
-                    self.weights_map[key] = moved(tensor, "cpu")
-                self.parked[name] = park(tensor, key, self.reader or type(module).__name__)
+                key = self.aliases.get(self.prefix + name, self.prefix + name)
+                if not isinstance(tensor, Parked):  # else another block that shares the module has parked it
+                    if key not in self.weights_map:
+                        self.weights_map[key] = moved(tensor, "cpu")
+                    tensor = park(tensor, key, self.reader or type(module).__name__)
+                self.parked[name] = tensor
                 set_tensor(module, name, self.parked[name])
             elif self.execution_device is not None and not tensor.is_meta:
                 set_tensor(module, name, moved(tensor, self.execution_device))
@@ -341,22 +350,25 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module, output):
         device = self.calls[-1]
-        self.release(module)
         return output if device is None else send_to_device(output, device, self.skip_keys)
 
     def release(self, module):
-        self.calls.pop()
-        if not self.calls:
-            self.drop(module)
-        self.lock.release()
+        try:
+            self.calls.pop()
+            if not self.calls:
+                self.drop(module)
+        finally:
+            self.lock.release()
 
     def bring(self, module: nn.Module) -> None:
         """Give the module its values, on the execution device, in place of the stand-ins."""
         trace("bring", self)
         for name, parked in self.parked.items():
+            if not isinstance(get_tensor(module, name), Parked):
+                continue  # somebody gave the module a value of its own
             value = self.tied_params_map.get(self.prefix + name)
             if value is None:
-                value = unpark(parked, self.weights_map[self.prefix + name], self.execution_device)
+                value = unpark(parked, self.weights_map[parked.full_name], self.execution_device)
             if value.requires_grad and torch.is_grad_enabled():
                 warn_of_grad_mode()
                 value.register_hook(functools.partial(refuse_gradient, self.prefix + name))
@@ -369,17 +381,21 @@ class AlignDevicesHook(ModelHook):
         trace("drop", self)
         for name, (value, version) in self.brought.items():
             current = get_tensor(module, name)
-            unsure = value.is_inference() and module.training and not isinstance(value, nn.Parameter)
-            if current is not value or unsure or version_of(value) != version:
-                self.weights_map[self.prefix + name] = unpark(self.parked[name], current, "cpu")
+            kept = isinstance(value, nn.Parameter) and version_of(value) == version  # batch_norm counts no version
+            if not isinstance(current, Parked) and not (current is value and kept):
+                with torch.inference_mode(False):
+                    self.weights_map[self.parked[name].full_name] = unpark(self.parked[name], current, "cpu")
             set_tensor(module, name, self.parked[name])
         self.brought.clear()
         trace("end", self)
 
     def detach_hook(self, module):
         for name, parked in self.parked.items():
-            stored = self.weights_map[self.prefix + name]
-            set_tensor(module, name, stored if isinstance(stored, type(parked.like)) else unpark(parked, stored, None))
+            stored = self.weights_map[parked.full_name]
+            if isinstance(get_tensor(module, name), Parked):
+                own = type(stored) is type(parked.like) and stored.dtype == parked.dtype
+                value = stored if own else unpark(parked, stored, None)
+                set_tensor(module, name, value.requires_grad_(parked.requires_grad))
         if self.parked:
             self.handle.remove()
             self.parked = {}
@@ -388,9 +404,9 @@ class AlignDevicesHook(ModelHook):
 
 def fill_state_dict(hook: AlignDevicesHook, module, state_dict, prefix, local_metadata) -> None:
     """Put the real values into a state dict, for which the module has only stand-ins."""
-    for name in hook.parked:
-        if prefix + name in state_dict:
-            state_dict[prefix + name] = hook.weights_map[hook.prefix + name].detach()
+    for key, value in state_dict.items():
+        if isinstance(value, Parked) and value.full_name in hook.weights_map:
+            state_dict[key] = hook.weights_map[value.full_name].detach()
 
 
 def unpark(parked: torch.Tensor, value: torch.Tensor, device) -> torch.Tensor:
@@ -427,16 +443,8 @@ def warn_of_grad_mode() -> None:
 # --- what happened ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Event:
-    """A moment of a block: `bring`, `run` (it is there), `drop` or `end` (it is gone); bytes that move."""
-
-    seconds: float
-    kind: str
-    block: str
-    bytes: int
-    source: str
-    device: str
+# A moment of a block; its kind is "bring", "run" (it is there), "drop" or "end" (it is gone).
+Event = namedtuple("Event", "seconds kind block bytes source device")
 
 
 class OffloadTrace:
@@ -451,8 +459,8 @@ class OffloadTrace:
         self.model, self.events, self.resident_bytes = model, [], []
 
     def __enter__(self):
-        hooks = [hook for module in self.model.modules() for hook in align_hooks(module)]
-        devices = [torch.device(hook.execution_device) for hook in hooks if hook.parked]
+        self.hooks = [hook for module in self.model.modules() for hook in align_hooks(module)]
+        devices = [torch.device(hook.execution_device) for hook in self.hooks if hook.parked]
         held = {id(t): t.nbytes for _, t in named_tensors(self.model) if t.device in devices}
         self.now, self.start = sum(held.values()), time.perf_counter()
         OffloadTrace.active.append(self)
@@ -478,12 +486,13 @@ class OffloadTrace:
 def trace(kind: str, hook: "AlignDevicesHook") -> None:
     """Tell the traces that are recording."""
     for recording in OffloadTrace.active:
-        recording.record(kind, hook)
+        if hook in recording.hooks:
+            recording.record(kind, hook)
 
 
 def align_hooks(module: nn.Module) -> list["AlignDevicesHook"]:
     """List the hooks of a module that move weights or inputs."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")
     return [h for h in getattr(hook, "hooks", [hook]) if isinstance(h, AlignDevicesHook)]
 
 
@@ -526,21 +535,13 @@ def dispatch_model(
     resolved = resolve_device_map(model, device_map)
     numbers = sorted(device for device in set(resolved.values()) if isinstance(device, int))
     main = normalize_device(main_device) if main_device is not None else numbers[0] if numbers else "cpu"
-    away = {name: device for name, device in resolved.items() if device == "disk" or (device == "cpu" != main)}
+    kinds = {"disk", "cpu"} if main != "cpu" or main_device is not None else {"disk"}
+    away = {name: device for name, device in resolved.items() if device in kinds}
     values = ChainMap({}, weights_map or {}, state_dict or {})
     if 0 in {*numbers, main} and not accelerators():
         print("note=no accelerator here: device 0 is played by the CPU")
-    one_device = not away and len(set(resolved.values())) == 1 and not force_hooks
-    options = (offload_buffers, skip_keys, preload_module_classes, one_device)
-    attach(model, device_map, resolved, main, away, values, *options)
-    model.hf_device_map = dict(device_map)
-    return model
-
-
-def attach(model, device_map, resolved, main, away, values, offload_buffers, skip_keys, preload, one_device=False):
-    """Check everything, place what is resident, and hook every unit: the work behind `dispatch_model`."""
-    units = units_to_hook(model, preload, device_map)
-    problems = list_obstacles(model, units, resolved, away, values, offload_buffers)
+    units = units_to_hook(model, preload_module_classes, device_map)
+    problems = list_obstacles(model, units, resolved, main, away, values, offload_buffers)
     if problems:
         raise ValueError("cannot dispatch: " + "; ".join(problems))
     devices = {device: real_device(device) for device in {*resolved.values(), main} - {"disk"}}
@@ -548,27 +549,30 @@ def attach(model, device_map, resolved, main, away, values, offload_buffers, ski
     for names in names_by_tensor(model):
         resident = [name for name in names if name not in away]
         for device in {resolved[name] for name in resident}:
-            new = moved(get_tensor(model, resident[0]), devices[device])
+            old = get_tensor(model, resident[0])
+            if old.is_meta:
+                old = dress(values[next(name for name in names if name in values)].to(old.dtype), old)
+            new = moved(old, devices[device])
             for name in resident:
                 if resolved[name] == device:
                     set_tensor(model, name, new)
-    if one_device:
-        return
+    model.hf_device_map = dict(device_map)
+    if not away and len(set(resolved.values())) == 1 and not force_hooks:
+        return model
+    aliases = {n: next((o for o in g if o in values), g[0]) for g in tied for n in g}
     here = {n: get_tensor(model, r) for g in tied for r in g if resolved[r] == main for n in g if n in away}
     for unit in units:
         first = next(iter(unit.tensors))
         device = devices[main if first in away else resolved[first]]
-        options = {"weights_map": values, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
-        hook_unit(model, unit, device, first in away, tied_params_map=here, source=away.get(first, ""), **options)
-    if align_hooks(model):
-        align_hooks(model)[0].io_same_device = True
-    else:
-        add_hook_to_module(
-            model, AlignDevicesHook(devices[main], io_same_device=True, skip_keys=skip_keys), append=True
-        )
+        options = {"weights_map": values, "aliases": aliases, "tied_params_map": here, "source": away.get(first, "")}
+        options |= {"offload_buffers": offload_buffers, "skip_keys": skip_keys}
+        hook_unit(model, unit, device, first in away, **options)
+    if not align_hooks(model):
+        add_hook_to_module(model, AlignDevicesHook(devices[main], skip_keys=skip_keys), append=True)
+    align_hooks(model)[0].io_same_device = True
     model._tied_before = tied
-    for method in MOVES:
-        setattr(model, method, functools.partial(refuse_move, method))
+    model._apply = refuse_move
+    return model
 
 
 def units_to_hook(model: nn.Module, preload: list[str] | None, device_map: Mapping) -> list[Unit]:
@@ -622,7 +626,7 @@ def attach_execution_device_hook(
     attach_align_device_hook(module, execution_device, False, None, False, "", *common)
 
 
-def list_obstacles(model, units, resolved, away, values, offload_buffers) -> list[str]:
+def list_obstacles(model, units, resolved, main, away, values, offload_buffers) -> list[str]:
     """Say everything that keeps a map from being honoured, one text a problem."""
     if any_hook(model):
         return ["the model is dispatched already; undispatch(model) first"]
@@ -631,13 +635,16 @@ def list_obstacles(model, units, resolved, away, values, offload_buffers) -> lis
         devices = sorted({resolved[name] for name in unit.tensors}, key=str)
         if len(devices) > 1:
             problems.append(f"{unit.name or 'the model'} has its own tensors on {devices}: give it one device")
+    known = {n for g in names_by_tensor(model) if any(o in values for o in g) for n in g}
     for name, tensor in named_tensors(model):
         stays = name in away and not (offload_buffers or isinstance(tensor, nn.Parameter))
-        if away.get(name) == "disk" and not stays and name not in values:
+        if away.get(name) == "disk" and not stays and name not in known:
             problems.append(f"{name} is to be on disk: give a weights_map that reads it there (step 7)")
-        elif tensor.is_meta and (stays or name not in values):
+        elif tensor.is_meta and (stays or name not in known):
             problems.append(f"{name} is on the meta device and nothing gives its values: give a state_dict")
-    for device in set(resolved.values()) - {"disk"}:
+        elif name in away and name in values and values[name].shape != tensor.shape:
+            problems.append(f"{name} is {list(values[name].shape)} there; the model wants {list(tensor.shape)}")
+    for device in {main, *(set(resolved.values()) - {"disk"})}:
         attempt(problems, real_device, device)
     return problems
 
@@ -647,20 +654,16 @@ def any_hook(model: nn.Module) -> bool:
     return any(align_hooks(module) for module in model.modules())
 
 
-MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty", "xpu")
-
-
-def refuse_move(method: str, *args, **kwargs):
+def refuse_move(*args, **kwargs):
     """Refuse to move or convert a dispatched model."""
     why = "would undo its device map, and what is offloaded has no values to move"
-    raise RuntimeError(f".{method}() on a dispatched model {why}; undispatch(model) first")
+    raise RuntimeError(f"moving or converting a dispatched model {why}; undispatch(model) first")
 
 
 def undispatch(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Make a dispatched or offloaded model an ordinary one on one device: values, ties and methods as before."""
     remove_hook_from_submodules(model)
-    for name in (*MOVES, "hf_device_map"):
-        model.__dict__.pop(name, None)
+    model.__dict__.pop("hf_device_map", None)
     retie_parameters(model, model.__dict__.pop("_tied_before", []))
     for names in names_by_tensor(model):
         new = moved(get_tensor(model, names[0]), device)
@@ -682,10 +685,8 @@ def cpu_offload(
     """
     if execution_device is None:
         execution_device = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
-    away, main = {name: "cpu" for name, _ in named_tensors(model)}, normalize_device(execution_device)
-    values = ChainMap({}, state_dict or {})
-    attach(model, {"": "cpu"}, dict(away), main, away, values, offload_buffers, None, preload_module_classes)
-    return model
+    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
+    return dispatch_model(model, {"": "cpu"}, execution_device, state_dict, **options)
 
 
 class CpuOffload(ModelHook):
@@ -732,7 +733,8 @@ def align_module_device(module: nn.Module):
     hooks = [(inner, hook) for inner in module.modules() for hook in align_hooks(inner)]
     with ExitStack() as stack:
         for inner, hook in hooks:
-            hook.pre_forward(inner)
+            with torch.inference_mode(False):  # so that what is changed by hand is noticed
+                hook.pre_forward(inner)
             stack.callback(hook.release, inner)
         yield
 

@@ -394,8 +394,10 @@ def test_after_a_forward_that_raised_nothing_is_left():
 
 def test_a_value_that_cannot_be_brought_leaves_nothing_behind():
     class Broken(dict):
+        broken = False
+
         def __getitem__(self, key):
-            if key.endswith("bias"):
+            if self.broken and key.endswith("bias"):
                 raise OSError("the disk is gone")
             return super().__getitem__(key)
 
@@ -403,6 +405,7 @@ def test_a_value_that_cannot_be_brought_leaves_nothing_behind():
         model = nn.Sequential(nn.Linear(4, 4))
     values = Broken({"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)})
     dispatch_model(model, {"": "disk"}, weights_map=values)
+    values.broken = True
     with pytest.raises(OSError, match="the disk is gone"):
         call(model, FLOATS)
     assert real_bytes(model) == 0 and model[0]._hf_hook.lock.acquire(blocking=False)
@@ -448,7 +451,8 @@ def test_a_second_dispatch_and_moving_are_refused():
     for again in (lambda: dispatch_model(model, {"": 0, "encoder": "cpu"}), lambda: cpu_offload(model)):
         with pytest.raises(ValueError, match="dispatched already"):
             again()
-    for move in (lambda: model.to("cpu"), model.half, model.cuda, lambda: model.to(torch.float16), model.cpu):
+    for move in (lambda: model.to("cpu"), model.half, model.cuda, lambda: model.to(torch.float16), model.cpu,
+                 lambda: model.type(torch.float16)):  # fmt: skip
         with pytest.raises(RuntimeError, match="would undo its device map"):
             move()
     with pytest.raises(ParkedWeightError):
@@ -580,6 +584,106 @@ def test_ties_come_back_when_the_values_came_from_a_mapping():
     assert torch.equal(call(model, IDS), call(reference, IDS))
     assert find_tied_parameters(undispatch(model)) == [["embedding.weight", "head.weight"]]
     assert torch.equal(call(model, IDS), call(reference, IDS))
+
+
+class Twice(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.a = self.b = shared
+        self.own = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.own(self.b(self.a(x)))
+
+
+def test_modules_that_are_shared_inside_and_between_blocks():
+    shared = nn.Linear(4, 4)
+    check_offloaded(Twice(shared), FLOATS)
+    chain = Chain(nn.ModuleList([Twice(shared), Twice(shared)]))
+    check_offloaded(chain, FLOATS)
+    assert_same(dict(undispatch(cpu_offload(copy.deepcopy(chain))).state_dict()), dict(chain.state_dict()))
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_arguments_that_stay_are_the_callers_own():
+    class Appends(nn.Linear):
+        def forward(self, x, seen):
+            seen["all"].append(x)
+            return super().forward(x)
+
+    seen = {"all": []}
+    call(cpu_offload(Appends(4, 4)), FLOATS, seen)
+    assert len(seen["all"]) == 1
+
+
+def test_values_that_somebody_puts_in_place_of_parked_ones_are_used():
+    model = cpu_offload(nn.Linear(4, 4))
+    zeros = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
+    with torch.inference_mode():
+        assert torch.func.functional_call(model, zeros, FLOATS).abs().sum() == 0
+        assert model(FLOATS).abs().sum() > 0
+
+
+def test_a_post_forward_that_raises_leaves_nothing_behind():
+    class Bad(ModelHook):
+        def post_forward(self, module, output):
+            raise ValueError("bad")
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    add_hook_to_module(model[0], Bad())
+    cpu_offload(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad"):
+            call(model, FLOATS)
+        assert real_bytes(model) == 0
+
+
+def test_a_meta_model_with_resident_entries_one_name_of_a_tie_and_a_wrong_shape():
+    reference = tied_model()
+    one_name = {name: tensor for name, tensor in reference.state_dict().items() if name != "head.weight"}
+    for device_map in ({"": "cpu"}, {"": 0, "head": "cpu"}, {"": "cpu", "head": 0}, {"": 0, "linear": "cpu"}):
+        with init_empty_weights():
+            model = tied_model()
+        dispatch_model(model, device_map, main_device=0, state_dict=one_name)
+        assert torch.equal(call(model, IDS), call(reference, IDS)), device_map
+        assert find_tied_parameters(undispatch(model)) == [["embedding.weight", "head.weight"]]
+    wrong = one_name | {"linear.bias": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"linear.bias is \[1\] there; the model wants \[4\]"):
+        dispatch_model(tied_model(), {"": "cpu"}, main_device=0, weights_map=wrong)
+
+
+def test_a_forward_of_the_instance_comes_back_and_so_do_dtype_and_requires_grad():
+    linear = nn.Linear(4, 4)
+    linear.forward = own = lambda x: x + 1
+    assert undispatch(cpu_offload(linear)).forward is own
+    model = dispatch_model(nn.Linear(4, 4), {"": "cpu"}, main_device=0, state_dict=nn.Linear(4, 4).half().state_dict())
+    model.requires_grad_(False)
+    assert undispatch(model).weight.dtype == torch.float32 and not model.weight.requires_grad
+    assert model.half().weight.dtype == torch.float16
+
+
+def test_a_trace_is_of_its_own_model():
+    one, two = cpu_offload(nn.Linear(4, 4)), cpu_offload(nn.Linear(4, 4))
+    with OffloadTrace(one) as happened:
+        call(two, FLOATS)
+    assert happened.events == []
+
+
+def test_wrong_main_devices_and_maps_are_said():
+    with pytest.raises(ValueError, match="'disk' does not exist here"):
+        dispatch_model(nn.Linear(4, 4), {"": "cpu"}, main_device="disk")
+    with pytest.raises(ValueError, match="a device map is a dict, not 'auto'"):
+        dispatch_model(nn.Linear(4, 4), "auto")
 
 
 def test_no_grad_hooks_run_without_gradients():
