@@ -77,6 +77,8 @@ class PretendTensor(torch.Tensor):
         kwargs = dict(kwargs or {})
         if func.overloadpacket is aten.to:  # in inference mode it comes whole; elsewhere as the copy that it makes
             return func.decompose(*args, **kwargs)
+        if func is aten._has_compatible_shallow_copy_type.default:
+            return False  # `Module.to` then makes a new parameter
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func is aten.copy_.default:
             note(args[1], args[0].device)
