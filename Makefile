@@ -35,7 +35,7 @@ notebooks: $(VENV)/.installed  ## refresh the notebooks from the scripts and exe
 	$(BIN)/python tests/sync_notebooks.py $(NOTEBOOKS)
 
 bench: $(VENV)/.installed-dev  ## time planning beside Accelerate
-	$(BIN)/python notebooks/bench_planning.py
+	$(BIN)/python tests/bench_planning.py
 
 lab: $(VENV)/.installed  ## open JupyterLab at the course
 	$(BIN)/jupyter lab --notebook-dir=.

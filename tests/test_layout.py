@@ -20,6 +20,12 @@ def test_a_step_is_one_script_and_one_notebook(step):
     assert next(step.glob("*.py")).stem == next(step.glob("*.ipynb")).stem
 
 
+def test_notebooks_hold_lessons_and_two_helpers():
+    scripts = {path.stem for path in (ROOT / "notebooks").glob("*.py")}
+    lessons = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert lessons <= scripts and scripts - lessons == {"figures", "pretend_gpu"}
+
+
 def imported_folders(script):
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.ImportFrom):

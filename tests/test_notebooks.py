@@ -1,5 +1,6 @@
 """Notebook and script never drift, and a wrong output does not pass."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -64,12 +65,13 @@ def test_a_notebook_starts_with_what_you_learn_and_how_long_it_takes(notebook):
     assert first.startswith("# ") and "You will be able to" in first and "Minutes" in first and "Before this" in first
 
 
-def run_nbval(path):
+def run_nbval(path, **environment):
     sanitize = ROOT / "tests" / "nbval_sanitize.cfg"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
     return subprocess.run(
-        [*command, "--nbval-sanitize-with", sanitize, path.name], cwd=path.parent, capture_output=True, text=True
-    )
+        [*command, "--nbval-sanitize-with", sanitize, path.name], cwd=path.parent, capture_output=True, text=True,
+        env=os.environ | environment,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["as it is", "wrong output planted"])
@@ -93,3 +95,12 @@ def test_masks_hide_measurements_and_nothing_else():
     assert one_cell("rss_start_mb=12.5\nbuild_seconds=0.1\n") == one_cell("rss_start_mb=99.1\nbuild_seconds=3.7\n")
     assert one_cell("missing_keys=[]\n") != one_cell("missing_keys=['a']\n")
     assert one_cell("small_bytes=1\n") != one_cell("small_bytes=2\n")
+
+
+@pytest.mark.parametrize("name", ["step04_to_empty_load/load_with_meta", "step06_hooks_offload/hooks_offload"])
+def test_a_notebook_runs_alone_before_anything_is_built(course, name):
+    path = course.folder / f"{name}.ipynb"
+    shutil.copy(ROOT / f"{name}.ipynb", path)
+    result = run_nbval(path, PYTHONPATH=str(course.folder))
+    assert result.returncode == 0, result.stdout
+    assert course.artifacts.exists()

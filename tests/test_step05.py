@@ -737,6 +737,6 @@ def test_wrong_options_end_in_one_line(course, options, part):
 
 
 def test_the_benchmark_prints_its_table():
-    script = step05.Path(__file__).parents[1] / "notebooks" / "bench_planning.py"
+    script = step05.Path(__file__).with_name("bench_planning.py")
     result = subprocess.run([sys.executable, script, "20", "40"], capture_output=True, text=True, check=True)
     assert "modules=40" in result.stdout and result.stdout.count("equal=True") == 2

@@ -1,6 +1,6 @@
 """Time the planning of models with more and more modules, beside Accelerate, in one run.
 
-`python notebooks/bench_planning.py [500 1000 ...]` prints for each size both times, their ratio, and whether the
+`python tests/bench_planning.py [500 1000 ...]` prints for each size both times, their ratio, and whether the
 maps are equal. Times are this machine's; the ratio and the growth are what to read.
 """
 
