@@ -86,6 +86,9 @@ def with_stable_metadata(notebook: nbformat.NotebookNode) -> nbformat.NotebookNo
         kept = {key: cell.metadata[key] for key in ("tags", "jupyter") if key in cell.metadata}
         cell.metadata = nbformat.from_dict(kept)
         merge_streams(cell.get("outputs", []))
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":  # where the libraries lie on one machine is nobody's business
+                output.traceback = [f"{output.ename}: {output.evalue}"]
     return notebook
 
 

@@ -52,6 +52,11 @@ def test_every_cell_was_executed_in_order_without_error(notebook):
         assert [output for output in cell.outputs if output.get("name") == "stderr"] == []
 
 
+def test_no_path_of_a_machine_is_in_a_notebook(notebook):
+    text = notebook.read_text(encoding="utf-8")
+    assert [path for path in ("site-packages", "/tmp/", "/home/", "ipykernel_", str(ROOT)) if path in text] == []
+
+
 def test_metadata_is_stable(notebook):
     content = nbformat.read(notebook, as_version=4)
     nbformat.validate(content)
