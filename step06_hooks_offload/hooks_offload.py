@@ -289,8 +289,8 @@ class AlignDevicesHook(ModelHook):
     `weights_map` holds the weights that are elsewhere, by full name (`module_name` and the name in the
     module); without one, the module's own are kept in RAM. Buffers stay on the execution device unless
     `offload_buffers`. With `place_submodules` the module is one block: all in it comes and goes together.
-    With `io_same_device` the output returns to the input's device. `tied_params_map` names weights that are on
-    the execution device already, under another name.
+    With `io_same_device` the output returns to the input's device. Of tied weights, `aliases` has the one name
+    that is in `weights_map`, and `tied_params_map` those that are on the execution device under another name.
     One thread at a time runs a module that has this hook. The idea and the name are Accelerate's.
     """
 
@@ -546,16 +546,7 @@ def dispatch_model(
         raise ValueError("cannot dispatch: " + "; ".join(problems))
     devices = {device: real_device(device) for device in {*resolved.values(), main} - {"disk"}}
     tied = find_tied_parameters(model)
-    for names in names_by_tensor(model):
-        resident = [name for name in names if name not in away]
-        for device in {resolved[name] for name in resident}:
-            old = get_tensor(model, resident[0])
-            if old.is_meta:
-                old = dress(values[next(name for name in names if name in values)].to(old.dtype), old)
-            new = moved(old, devices[device])
-            for name in resident:
-                if resolved[name] == device:
-                    set_tensor(model, name, new)
+    place_residents(model, {name: devices[d] for name, d in resolved.items() if name not in away}, values)
     model.hf_device_map = dict(device_map)
     if not away and len(set(resolved.values())) == 1 and not force_hooks:
         return model
@@ -573,6 +564,20 @@ def dispatch_model(
     model._tied_before = tied
     model._apply = refuse_move
     return model
+
+
+def place_residents(model: nn.Module, homes: dict[str, torch.device], values: Mapping) -> None:
+    """Put what is resident on its device, ties included; what is on meta takes its value from `values`."""
+    for names in names_by_tensor(model):
+        resident = [name for name in names if name in homes]
+        for device in {homes[name] for name in resident}:
+            old = get_tensor(model, resident[0])
+            if old.is_meta:
+                old = dress(values[next(name for name in names if name in values)].to(old.dtype), old)
+            new = moved(old, device)
+            for name in resident:
+                if homes[name] == device:
+                    set_tensor(model, name, new)
 
 
 def units_to_hook(model: nn.Module, preload: list[str] | None, device_map: Mapping) -> list[Unit]:
