@@ -302,8 +302,7 @@ class AlignDevicesHook(ModelHook):
         self.execution_device, self.offload, self.io_same_device = execution_device, offload, io_same_device
         self.weights_map, self.offload_buffers = {} if weights_map is None else weights_map, offload_buffers
         self.place_submodules, self.skip_keys = place_submodules, skip_keys
-        self.aliases = aliases or {}  # the one name under which `weights_map` has a tied weight
-        self.tied_params_map, self.reader = tied_params_map or {}, reader
+        self.tied_params_map, self.aliases, self.reader = tied_params_map or {}, aliases or {}, reader
         self.prefix = f"{module_name}." if module_name else ""
         self.source, self.parked, self.brought, self.calls, self.lock = source, {}, {}, [], threading.RLock()
 
@@ -362,6 +361,8 @@ class AlignDevicesHook(ModelHook):
 
     def bring(self, module: nn.Module) -> None:
         """Give the module its values, on the execution device, in place of the stand-ins."""
+        if self.brought:
+            return  # by `BringFirstLayer`, a moment ago
         trace("bring", self)
         for name, parked in self.parked.items():
             if not isinstance(get_tensor(module, name), Parked):
@@ -400,6 +401,23 @@ class AlignDevicesHook(ModelHook):
             self.handle.remove()
             self.parked = {}
         return module
+
+
+class BringFirstLayer(ModelHook):
+    """Brings the first layer of an `nn.TransformerEncoder` before its forward, a moment early.
+
+    It looks at that layer's weights before it calls it: stand-ins would make it choose another path, with
+    other values at padded positions.
+    """
+
+    def pre_forward(self, module, *args, **kwargs):
+        for hook in align_hooks(module.layers[0]):
+            hook.bring(module.layers[0])
+        return args, kwargs
+
+    def release(self, module):
+        for hook in [hook for hook in align_hooks(module.layers[0]) if not hook.calls]:
+            hook.drop(module.layers[0])
 
 
 def fill_state_dict(hook: AlignDevicesHook, module, state_dict, prefix, local_metadata) -> None:
@@ -558,6 +576,8 @@ def dispatch_model(
         options = {"weights_map": values, "aliases": aliases, "tied_params_map": here, "source": away.get(first, "")}
         options |= {"offload_buffers": offload_buffers, "skip_keys": skip_keys}
         hook_unit(model, unit, device, first in away, **options)
+    for module in [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]:
+        add_hook_to_module(module, BringFirstLayer(), append=True)
     if not align_hooks(model):
         add_hook_to_module(model, AlignDevicesHook(devices[main], skip_keys=skip_keys), append=True)
     align_hooks(model)[0].io_same_device = True
@@ -623,12 +643,9 @@ def attach_align_device_hook_on_blocks(
     add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
 
 
-def attach_execution_device_hook(
-    module: nn.Module, execution_device, skip_keys=None, preload_module_classes=None, tied_params_map=None
-) -> None:
+def attach_execution_device_hook(module: nn.Module, device, skip_keys=None, preload_module_classes=None) -> None:
     """Have every unit of a module run on a device, where its weights already are or now go."""
-    common = (skip_keys, preload_module_classes, tied_params_map)
-    attach_align_device_hook(module, execution_device, False, None, False, "", *common)
+    attach_align_device_hook(module, device, False, None, False, "", skip_keys, preload_module_classes)
 
 
 def list_obstacles(model, units, resolved, main, away, values, offload_buffers) -> list[str]:
@@ -661,8 +678,7 @@ def any_hook(model: nn.Module) -> bool:
 
 def refuse_move(*args, **kwargs):
     """Refuse to move or convert a dispatched model."""
-    why = "would undo its device map, and what is offloaded has no values to move"
-    raise RuntimeError(f"moving or converting a dispatched model {why}; undispatch(model) first")
+    raise RuntimeError("moving or converting a dispatched model would undo its device map; undispatch(model) first")
 
 
 def undispatch(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
@@ -688,10 +704,9 @@ def cpu_offload(
 
     By default the execution device is the one that the parameters are on.
     """
-    if execution_device is None:
-        execution_device = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
-    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
-    return dispatch_model(model, {"": "cpu"}, execution_device, state_dict, **options)
+    here = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+    where = here if execution_device is None else execution_device
+    return dispatch_model(model, {"": "cpu"}, where, state_dict, None, offload_buffers, None, preload_module_classes)
 
 
 class CpuOffload(ModelHook):

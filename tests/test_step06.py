@@ -161,6 +161,24 @@ class UsesList(nn.Module):
         return x + self.named["shift"]
 
 
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "cpu", "layers.0": 0}, {"": 0, "layers.1": "cpu"}])
+def test_a_padded_batch_takes_the_same_path_of_the_encoder(device_map):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 3).eval(), torch.randn(2, 4, 16)
+    mask = torch.tensor([[False, False, False, True], [False, False, True, True]])
+    expected = call(copy.deepcopy(model), x, src_key_padding_mask=mask)
+    dispatch_model(model, device_map, main_device=0)
+    before = real_bytes(model)
+    with OffloadTrace(model) as happened:
+        output = call(model, x, src_key_padding_mask=mask)
+    assert torch.allclose(output, expected, atol=1e-6) and output[mask].abs().sum() == expected[mask].abs().sum() == 0
+    sizes = {event.bytes for event in happened.events if event.bytes}
+    assert real_bytes(model) == before and happened.peak_resident_bytes == before + max(sizes)
+    with pytest.raises(RuntimeError):
+        call(model, x[..., :3], src_key_padding_mask=mask)
+    assert real_bytes(model) == before
+
+
 def test_parameter_lists_are_read_by_their_owner():
     with pytest.raises(ParkedWeightError, match=r"scales.0 is parked.*preload_module_classes=\['UsesList'\]"):
         call(cpu_offload(UsesList()), FLOATS)
