@@ -264,10 +264,10 @@ def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_bl
         sent = {key: value if key in skipped else send(value) for key, value in obj.items()}
         if all(sent[key] is obj[key] for key in obj):
             return obj
-        moved = copy.copy(obj)
+        like = copy.copy(obj)
         for key in obj:
-            moved[key] = sent[key]
-        return moved
+            like[key] = sent[key]
+        return like
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         names = [field.name for field in dataclasses.fields(obj) if field.init and field.name not in skipped]
         return dataclasses.replace(obj, **{name: send(getattr(obj, name)) for name in names})
@@ -592,7 +592,7 @@ def place_residents(model: nn.Module, homes: dict[str, torch.device], values: Ma
         resident = [name for name in names if name in homes]
         for device in {homes[name] for name in resident}:
             old = get_tensor(model, resident[0])
-            if old.is_meta:
+            if old.is_meta and values:
                 old = dress(values[next(name for name in names if name in values)].to(old.dtype), old)
             new = moved(old, device)
             for name in resident:
@@ -686,10 +686,7 @@ def undispatch(model: nn.Module, device: torch.device | str = "cpu") -> nn.Modul
     remove_hook_from_submodules(model)
     model.__dict__.pop("hf_device_map", None)
     retie_parameters(model, model.__dict__.pop("_tied_before", []))
-    for names in names_by_tensor(model):
-        new = moved(get_tensor(model, names[0]), device)
-        for name in names:
-            set_tensor(model, name, new)
+    place_residents(model, dict.fromkeys((name for name, _ in named_tensors(model)), torch.device(device)), {})
     return model
 
 
