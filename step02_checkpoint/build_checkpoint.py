@@ -205,23 +205,26 @@ def is_storable(dtype: torch.dtype) -> bool:
     return True
 
 
-def storable_tensors(stored: dict, names: list[str]) -> dict:
+def storable_tensors(stored: dict, names: list[str], dtypes: dict) -> dict:
     """Take the tensors of one shard as safetensors wants them: on the CPU, contiguous, apart in memory."""
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
     tensors = {}
     for name in names:
-        tensor = stored[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = stored[name].detach().to("cpu", dtypes.get(name)).resolve_conj().resolve_neg().contiguous()
         overlaps = uses[tensor.untyped_storage().data_ptr()] > 1
         tensors[name] = tensor.clone() if overlaps else tensor
     return tensors
 
 
-def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int | str = "100MB") -> dict:
+def save_sharded_checkpoint(
+    state_dict: Mapping, folder: Path, max_shard_size: int | str = "100MB", dtypes: dict | None = None, **marks: str
+) -> dict:
     """Write a state dict as `model-00001-of-0000N.safetensors` files and an index; returns the index.
 
     The index has `weight_map` (tensor name -> file) and `metadata.total_size` (bytes). A tensor with several
     names (tied weights) is written once, under its first name; each other name is in the header of that file,
-    as `safetensors.torch.save_model` records it: `__metadata__[alias] = name`.
+    as `safetensors.torch.save_model` records it: `__metadata__[alias] = name`. The tensors that `dtypes` names are
+    converted while their shard is written; `marks` go into the index's metadata.
     An older checkpoint in `folder` is replaced as a whole; other files there are kept. In memory there is
     never more than the state dict and one shard. The form is Hugging Face's own: Transformers and Accelerate
     read it.
@@ -238,7 +241,8 @@ def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int 
         raise CheckpointError(f"cannot save to {relative(folder)}:\n  " + "\n  ".join(problems))
     aliases = find_aliases(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in aliases}
-    sizes = {name: tensor.nbytes for name, tensor in stored.items()}
+    dtypes = dtypes or {}
+    sizes = {name: tensor.numel() * dtypes.get(name, tensor.dtype).itemsize for name, tensor in stored.items()}
     shards = plan_shards(sizes, limit)
     weight_map = {}
     recover_folder(folder)
@@ -248,9 +252,9 @@ def save_sharded_checkpoint(state_dict: dict, folder: Path, max_shard_size: int 
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             here = {alias: name for alias, name in aliases.items() if name in names}
             metadata = {"format": "pt", **here}
-            safetensors.torch.save_file(storable_tensors(stored, names), partial / file, metadata=metadata)
+            safetensors.torch.save_file(storable_tensors(stored, names, dtypes), partial / file, metadata=metadata)
             weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes.values()), **marks}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2))
         for file in set(weight_map.values()):  # safetensors makes files that only their owner can read
             shutil.copymode(partial / INDEX_NAME, partial / file)
@@ -272,8 +276,8 @@ def keep_other_files(folder: Path, partial: Path) -> None:
 # --- reading it back, safely ------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> dict:
-    """Read a JSON file that holds one object; a name that stands twice in it is refused, not dropped."""
+def read_json(path: Path, text: bytes | None = None) -> dict:
+    """Read a file that holds one JSON object, or its part `text`; a name that stands twice in it is refused."""
 
     def refuse_duplicates(pairs):
         names = [name for name, _ in pairs]
@@ -282,7 +286,7 @@ def read_json(path: Path) -> dict:
         return dict(pairs)
 
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+        value = json.loads(text if text is not None else path.read_bytes(), object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{relative(path)} is not readable JSON ({error})") from error
     if not isinstance(value, dict):
@@ -322,21 +326,41 @@ def open_shard(file: Path):
         raise CheckpointError(f"{relative(file)} is not a whole safetensors file ({error})") from error
 
 
+def read_header(file: Path) -> tuple[dict[str, dict], dict[str, str]]:
+    """Read which bytes of a safetensors file hold which tensor, and the metadata beside them.
+
+    The file begins with the header's length in eight bytes, and the header, which is JSON: for each name its
+    `dtype`, `shape` and `data_offsets`, where its bytes begin and end; returned as counted from the file's start.
+    Raises CheckpointError when the file is not as its header says.
+    """
+    with open_shard(file), Path(file).open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = read_json(file, stream.read(length))
+    metadata = header.pop("__metadata__", None) or {}
+    for entry in header.values():
+        entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
+    return header, metadata
+
+
 def find_checkpoint_file(checkpoint: Path) -> Path:
     """Find the file to start reading at: the index of a sharded folder, or the one file of weights.
 
-    Raises CheckpointError when there is none, or both and so no telling which one is meant.
+    Pickles (`pytorch_model.bin`) count only where there is no safetensors file. Raises CheckpointError when there
+    is none, or an index and a file of one kind, and so no telling which one is meant.
     """
     checkpoint = Path(checkpoint)
     if not checkpoint.is_dir():
         if checkpoint.is_file():
             return checkpoint
         raise CheckpointError(f"{relative(checkpoint)} does not exist; step 2 builds one: {rebuild_command()}")
-    found = [checkpoint / name for name in (INDEX_NAME, "model.safetensors") if (checkpoint / name).is_file()]
-    if len(found) == 1:
-        return found[0]
-    wrong = "both: delete the older of the two" if found else "neither"
-    raise CheckpointError(f"{relative(checkpoint)} should have {INDEX_NAME} or model.safetensors; it has {wrong}")
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        found = [file for file in (checkpoint / name, checkpoint / f"{name}.index.json") if file.is_file()]
+        if len(found) == 2:
+            wrong = f"has both {name} and {name}.index.json: delete the older of the two"
+            raise CheckpointError(f"{relative(checkpoint)} {wrong}")
+        if found:
+            return found[0]
+    raise CheckpointError(f"{relative(checkpoint)} has neither {INDEX_NAME} nor model.safetensors")
 
 
 def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
@@ -350,24 +374,37 @@ def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
     weight_map = read_index(start) if sharded else dict.fromkeys(open_shard(start).keys(), start)
     aliases, problems = {}, []
     for file in sorted(set(weight_map.values())):
-        shard = open_shard(file)
-        here, named = set(shard.keys()), {name for name, its_file in weight_map.items() if its_file == file}
+        header, metadata = read_header(file)
+        here, named = set(header), {name for name, its_file in weight_map.items() if its_file == file}
         problems += [f"{name} is not in {relative(file)}" for name in sorted(named - here)]
         problems += [f"{name} is in {relative(file)}, but not listed for it" for name in sorted(here - named)]
-        recorded = {alias: name for alias, name in (shard.metadata() or {}).items() if name in here}
+        recorded = {alias: name for alias, name in metadata.items() if name in here}
         aliases.update({alias: recorded[alias] for alias in recorded.keys() - weight_map.keys() - {"format"}})
     if problems:
         raise CheckpointError(f"{relative(start)} and its shards disagree: " + "; ".join(problems))
     return weight_map, aliases
 
 
+def is_safetensors(start: Path) -> bool:
+    """Tell whether a checkpoint's file, or all that its index names, is of safetensors; other files are pickles."""
+    files = read_index(start).values() if start.suffix == ".json" else [start]
+    return all(file.suffix == ".safetensors" for file in files)
+
+
 def load_pt(path: Path) -> dict[str, torch.Tensor]:
-    """Read the state dict in a `.pt` file without copying it into memory, and without running code.
+    """Read the state dict in a `.pt` file, or in those of an index, without copying it, and without running code.
 
     A `.pt` file is a pickle, and a pickle can run any program when it is read; `weights_only=True` refuses
     everything but tensors and plain containers. With `mmap=True` the tensors are views of the file.
     Raises CheckpointError when it is truncated, would run code, or holds something other than tensors.
     """
+    if Path(path).suffix == ".json":
+        files = read_index(path)
+        shards = {file: load_pt(file) for file in set(files.values())}
+        absent = [f"{name} is not in {relative(file)}" for name, file in files.items() if name not in shards[file]]
+        if absent:
+            raise CheckpointError(f"{relative(path)} and its shards disagree: {'; '.join(absent)}")
+        return {name: shards[file][name] for name, file in files.items()}
     try:
         mapped = zipfile.is_zipfile(path)  # files older than PyTorch 1.6 are not, and cannot be mapped
         state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

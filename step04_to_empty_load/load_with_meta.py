@@ -20,8 +20,8 @@ from step01_model_def.model_def import (
     TinyTransformerClassifier, count_meta_parameters, count_parameters, fixed_sequences, run_script,
 )  # fmt: skip
 from step02_checkpoint.build_checkpoint import (
-    CheckpointError, build_model, checkpoint_paths, ensure_checkpoint, find_checkpoint_file, load_config,
-    load_pt, only_tensors, open_shard, relative, tensor_files,
+    CheckpointError, build_model, checkpoint_paths, ensure_checkpoint, find_checkpoint_file, is_safetensors,
+    load_config, load_pt, only_tensors, open_shard, relative, tensor_files,
 )  # fmt: skip
 from step03_meta_build.meta_build import dress, entered, init_empty_weights, measure_rss, rss_mb, warm_up
 
@@ -128,7 +128,7 @@ def read_checkpoint(checkpoint: Path | str | Mapping) -> tuple[dict[str, torch.T
         tensors = {name: tensor.clone() for name, tensor in only_tensors(checkpoint, source).items()}
         return tensors, dict.fromkeys(tensors, Path(source))
     start = find_checkpoint_file(checkpoint)
-    if start.suffix not in (".safetensors", ".json"):
+    if not is_safetensors(start):
         tensors = load_pt(start)
         return tensors, dict.fromkeys(tensors, start)
     files, aliases = tensor_files(start)
@@ -149,50 +149,50 @@ def load_strict(model: nn.Module, checkpoint: Path | str | Mapping) -> nn.Module
     other kinds of numbers, tied names with different values, buffers that nothing fills.
     """
     tensors, files = read_checkpoint(checkpoint)
-    wanted, tied = persistent_tensors(model), find_tied_parameters(model)
-    fill_tied_names(tensors, files, wanted, tied)
-    problems = list_problems(model, tensors, files, tied)
-    if problems:
-        raise CheckpointError("\n  ".join([f"cannot load into {type(model).__name__}:", *problems]))
-    on_meta = {name: tensors[name].to(old.dtype) for name, old in wanted.items() if old.is_meta}
+    sources, tied = find_sources(model, tensors), find_tied_parameters(model)
+    check_fit(model, tensors, files, sources)
+    wanted = persistent_tensors(model)
+    on_meta = {name: tensors[sources[name]].to(old.dtype) for name, old in wanted.items() if old.is_meta}
     on_meta = separate_untied(on_meta, tied)
     with torch.no_grad(), entered(None):  # also inside init_empty_weights, what is set here is real
         for name, old in wanted.items():
-            set_tensor(model, name, dress(on_meta[name], old)) if old.is_meta else old.copy_(tensors[name])
+            set_tensor(model, name, dress(on_meta[name], old)) if old.is_meta else old.copy_(tensors[sources[name]])
         retie_parameters(model, tied)
     return model
 
 
-def fill_tied_names(tensors: dict, files: dict, wanted: dict, tied: list[list[str]]) -> None:
-    """Give every name of a tied tensor the value that the checkpoint has under one of them."""
-    for names in tied:
-        stored = [name for name in names if name in tensors]
-        for name in names if stored else []:
-            if name in wanted:
-                tensors.setdefault(name, tensors[stored[0]])
-                files.setdefault(name, files[stored[0]])
-
-
-def list_problems(model: nn.Module, tensors: dict, files: dict, tied: list[list[str]]) -> list[str]:
-    """Compare a model with what a checkpoint holds, and say everything that is wrong, one text a problem."""
+def find_sources(model: nn.Module, stored: Mapping) -> dict[str, str]:
+    """Find for each tensor of a model the name in a checkpoint that gives its value: its own, or a tied one's."""
     wanted = persistent_tensors(model)
-    problems = [f"missing: {name} {list(wanted[name].shape)}" for name in wanted if name not in tensors]
-    problems += [f"unexpected: {name}, in {relative(files[name])}" for name in tensors if name not in wanted]
-    for name in wanted.keys() & tensors.keys():
-        value, target = tensors[name], wanted[name]
-        here, castable = f"in {relative(files[name])}", value.is_floating_point() and target.is_floating_point()
+    groups = [[name for name in names if name in stored] + names for names in names_by_tensor(model)]
+    return {name: names[0] for names in groups for name in names if name in wanted and names[0] in stored}
+
+
+def check_fit(model: nn.Module, stored: Mapping, files: dict, sources: dict[str, str], strict: bool = True) -> None:
+    """Raise CheckpointError that lists all that keeps a checkpoint from filling a model, one line a problem.
+
+    Without `strict`, what is missing or unexpected is none; the rest always is.
+    """
+    wanted = persistent_tensors(model)
+    problems = [f"missing: {name} {list(wanted[name].shape)}" for name in wanted if strict and name not in sources]
+    problems += [f"unexpected: {n}, in {relative(files[n])}" for n in stored if strict and n not in wanted]
+    for name in sources:
+        same, target = sources[name] if name not in stored else name, wanted[name]
+        value, here = stored[same], f"in {relative(files[same])}"
+        castable = value.is_floating_point() and target.is_floating_point()
         if value.is_meta:
             problems.append(f"no values: {name} is on the meta device {here}")
         elif value.shape != target.shape:
             problems.append(f"shape: {name} is {list(value.shape)} {here}; the model wants {list(target.shape)}")
         elif value.dtype != target.dtype and not castable:
             problems.append(f"dtype: {name} is {value.dtype} {here}; the model wants {target.dtype}")
-    for names in tied:
-        stored = [tensors[name] for name in names if name in tensors and not tensors[name].is_meta]
-        if any(value is not stored[0] and not same_bytes(value, stored[0]) for value in stored):
+    for names in find_tied_parameters(model):
+        values = [stored[name] for name in names if name in stored and not stored[name].is_meta]
+        if any(value is not values[0] and not same_bytes(value, values[0]) for value in values):
             problems.append(f"tied: {', '.join(names)}: one tensor in the model, different values in the file")
     problems += [f"not filled: {name}: {UNFILLABLE}" for name in unfillable_buffers(model)]
-    return sorted(problems)
+    if problems:
+        raise CheckpointError("\n  ".join([f"cannot load into {type(model).__name__}:", *sorted(problems)]))
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -392,8 +392,9 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module):
         for name, parked in self.parked.items():
-            stored = self.weights_map[parked.full_name]
             if isinstance(get_tensor(module, name), Parked):
+                stored = self.weights_map[parked.full_name]
+                stored = stored.clone() if self.source == "disk" else stored  # its file may go
                 own = type(stored) is type(parked.like) and stored.dtype == parked.dtype
                 value = stored if own else unpark(parked, stored, None)
                 set_tensor(module, name, value.requires_grad_(parked.requires_grad))
@@ -550,6 +551,7 @@ def dispatch_model(
     further classes that are one block. With one device and nothing offloaded no hook is added.
     Raises ValueError, before anything changes, with all that the model or the machine cannot honour.
     """
+    refuse_dispatched(model)
     resolved = resolve_device_map(model, device_map)
     numbers = sorted(device for device in set(resolved.values()) if isinstance(device, int))
     main = normalize_device(main_device) if main_device is not None else numbers[0] if numbers else "cpu"
@@ -650,8 +652,6 @@ def attach_execution_device_hook(module: nn.Module, device, skip_keys=None, prel
 
 def list_obstacles(model, units, resolved, main, away, values, offload_buffers) -> list[str]:
     """Say everything that keeps a map from being honoured, one text a problem."""
-    if any_hook(model):
-        return ["the model is dispatched already; undispatch(model) first"]
     problems = []
     for unit in units:
         devices = sorted({resolved[name] for name in unit.tensors}, key=str)
@@ -671,9 +671,10 @@ def list_obstacles(model, units, resolved, main, away, values, offload_buffers) 
     return problems
 
 
-def any_hook(model: nn.Module) -> bool:
-    """Tell whether any module of a model has a hook that moves weights or inputs."""
-    return any(align_hooks(module) for module in model.modules())
+def refuse_dispatched(model: nn.Module) -> None:
+    """Raise ValueError if any module of a model has a hook that moves weights or inputs."""
+    if any(align_hooks(module) for module in model.modules()):
+        raise ValueError("the model is dispatched already; undispatch(model) first")
 
 
 def refuse_move(*args, **kwargs):
