@@ -32,6 +32,13 @@ from step01_model_def.model_def import (
 ROOT = Path(__file__).resolve().parents[1]
 ARTIFACTS = ROOT / "artifacts"
 INDEX_NAME = "model.safetensors.index.json"
+DTYPES = {  # how safetensors writes them
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
+}  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -191,29 +198,15 @@ def unsavable(state_dict: dict) -> list[str]:
             problems.append(f"{name}: layout {tensor.layout}; make it dense with .to_dense()")
         elif name == "__metadata__":
             problems.append(f"{name}: a name that the file format keeps for itself")
-        elif not is_storable(tensor.dtype):
+        elif tensor.dtype not in DTYPES.values():
             problems.append(f"{name}: safetensors has no name for {tensor.dtype}; convert it first")
     return problems
 
 
-def is_storable(dtype: torch.dtype) -> bool:
-    """Ask safetensors whether it can write this dtype."""
-    try:
-        safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
-    except (KeyError, SafetensorError):
-        return False
-    return True
-
-
-def storable_tensors(stored: dict, names: list[str], dtypes: dict) -> dict:
-    """Take the tensors of one shard as safetensors wants them: on the CPU, contiguous, apart in memory."""
-    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
-    tensors = {}
-    for name in names:
-        tensor = stored[name].detach().to("cpu", dtypes.get(name)).resolve_conj().resolve_neg().contiguous()
-        overlaps = uses[tensor.untyped_storage().data_ptr()] > 1
-        tensors[name] = tensor.clone() if overlaps else tensor
-    return tensors
+def storable_tensor(tensor: torch.Tensor, dtype=None, uses: Counter | None = None) -> torch.Tensor:
+    """Make a tensor as safetensors wants it: on the CPU, contiguous, apart from others that use its memory."""
+    tensor = tensor.detach().to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
+    return tensor.clone() if uses and uses[tensor.untyped_storage().data_ptr()] > 1 else tensor
 
 
 def save_sharded_checkpoint(
@@ -231,28 +224,30 @@ def save_sharded_checkpoint(
     Raises CheckpointError, before anything is written, naming every tensor that cannot be stored; OSError
     when the disk refuses.
     """
-    folder, limit, state_dict = Path(folder).resolve(), parse_size(max_shard_size), dict(state_dict)
-    problems = unsavable(state_dict)
+    folder, limit, tensors = Path(folder).resolve(), parse_size(max_shard_size), dict(state_dict)
+    problems = unsavable(tensors)
     if folder.exists() and not folder.is_dir():
         problems.append("this is a file; give a folder")
     if limit < 1:
         problems.append(f"max_shard_size={max_shard_size!r} leaves no room for a tensor")
     if problems:
         raise CheckpointError(f"cannot save to {relative(folder)}:\n  " + "\n  ".join(problems))
-    aliases = find_aliases(state_dict)
-    stored = {name: tensor for name, tensor in state_dict.items() if name not in aliases}
-    dtypes = dtypes or {}
+    aliases, dtypes, weight_map = find_aliases(tensors), dtypes or {}, {}
+    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     sizes = {name: tensor.numel() * dtypes.get(name, tensor.dtype).itemsize for name, tensor in stored.items()}
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
+    del tensors, stored  # a mapping that reads files is asked again, shard by shard
     shards = plan_shards(sizes, limit)
-    weight_map = {}
     recover_folder(folder)
     with write_whole(folder) as partial:
         keep_other_files(folder, partial)
         for number, names in enumerate(tqdm(shards, desc="shards", unit="file", disable=None), start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             here = {alias: name for alias, name in aliases.items() if name in names}
-            metadata = {"format": "pt", **here}
-            safetensors.torch.save_file(storable_tensors(stored, names, dtypes), partial / file, metadata=metadata)
+            safetensors.torch.save_file(
+                {name: storable_tensor(state_dict[name], dtypes.get(name), uses) for name in names},
+                partial / file, metadata={"format": "pt", **here},
+            )  # fmt: skip
             weight_map.update(dict.fromkeys(names, file))
         index = {"metadata": {"total_size": sum(sizes.values()), **marks}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2))

@@ -417,8 +417,8 @@ class BringFirstLayer(ModelHook):
         return args, kwargs
 
     def release(self, module):
-        for hook in [hook for hook in align_hooks(module.layers[0]) if not hook.calls]:
-            hook.drop(module.layers[0])
+        for hook in [hook for hook in align_hooks(module.layers[0]) if hook.brought and not hook.calls]:
+            hook.drop(module.layers[0])  # the encoder has not called it
 
 
 def fill_state_dict(hook: AlignDevicesHook, module, state_dict, prefix, local_metadata) -> None:
@@ -551,7 +551,6 @@ def dispatch_model(
     further classes that are one block. With one device and nothing offloaded no hook is added.
     Raises ValueError, before anything changes, with all that the model or the machine cannot honour.
     """
-    refuse_dispatched(model)
     resolved = resolve_device_map(model, device_map)
     numbers = sorted(device for device in set(resolved.values()) if isinstance(device, int))
     main = normalize_device(main_device) if main_device is not None else numbers[0] if numbers else "cpu"
@@ -652,6 +651,8 @@ def attach_execution_device_hook(module: nn.Module, device, skip_keys=None, prel
 
 def list_obstacles(model, units, resolved, main, away, values, offload_buffers) -> list[str]:
     """Say everything that keeps a map from being honoured, one text a problem."""
+    if any_hook(model):
+        return ["the model is dispatched already; undispatch(model) first"]
     problems = []
     for unit in units:
         devices = sorted({resolved[name] for name in unit.tensors}, key=str)
@@ -671,10 +672,9 @@ def list_obstacles(model, units, resolved, main, away, values, offload_buffers) 
     return problems
 
 
-def refuse_dispatched(model: nn.Module) -> None:
-    """Raise ValueError if any module of a model has a hook that moves weights or inputs."""
-    if any(align_hooks(module) for module in model.modules()):
-        raise ValueError("the model is dispatched already; undispatch(model) first")
+def any_hook(model: nn.Module) -> bool:
+    """Tell whether any module of a model has a hook that moves weights or inputs."""
+    return any(align_hooks(module) for module in model.modules())
 
 
 def refuse_move(*args, **kwargs):

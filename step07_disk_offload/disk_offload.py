@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from step01_model_def.model_def import fixed_sequences, format_bytes, run_script
 from step02_checkpoint.build_checkpoint import (
-    INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file, is_safetensors, load_pt, read_header,
-    read_index, read_json, relative, save_sharded_checkpoint, storable_tensors, tensor_files, unsavable, write_whole,
+    DTYPES, INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file, is_safetensors, load_pt, read_header,
+    read_index, read_json, relative, save_sharded_checkpoint, storable_tensor, tensor_files, unsavable, write_whole,
 )  # fmt: skip
 from step03_meta_build.meta_build import dress, entered
 from step04_to_empty_load.load_with_meta import (
@@ -37,7 +37,7 @@ from step05_device_map.device_map import (
     forecast, parse_pairs, plan_device_map, prefixes, replay, resolve_device_map, shorten, to_dtype,
 )  # fmt: skip
 from step06_hooks_offload.hooks_offload import (
-    OffloadTrace, dispatch_model, real_device, refuse_dispatched, remove_hook_from_submodules,
+    OffloadTrace, any_hook, dispatch_model, real_device, remove_hook_from_submodules,
 )  # fmt: skip
 
 # --- one weight on disk -----------------------------------------------------------------------------------
@@ -52,18 +52,11 @@ def describe(file: Path | str) -> dict[str, dict]:
     seen = identity(file)
     return {
         name: {
-            "safetensors_file": str(file), "weight_name": name, "dtype": torch_dtype(entry["dtype"]),
+            "safetensors_file": str(file), "weight_name": name, "dtype": DTYPES[entry["dtype"]],
             "shape": entry["shape"], "bytes": entry["data_offsets"], "seen": seen,
         }
         for name, entry in read_header(file)[0].items()
     }  # fmt: skip
-
-
-@functools.cache
-def torch_dtype(name: str) -> torch.dtype:
-    """Turn a dtype's name in safetensors into PyTorch's by asking the library for an empty tensor of it."""
-    header = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
-    return safetensors.torch.load(len(header).to_bytes(8, "little") + header)[""].dtype
 
 
 def identity(file: Path | str) -> tuple[int, int, int]:
@@ -112,8 +105,7 @@ def offload_weight(
     if problems:
         raise CheckpointError(f"cannot offload to {relative(offload_folder)}: {'; '.join(problems)}")
     with write_whole(file) as partial:
-        tensors = storable_tensors({weight_name: weight}, [weight_name], {})
-        safetensors.torch.save_file(tensors, partial, metadata={"format": "pt"})
+        safetensors.torch.save_file({weight_name: storable_tensor(weight)}, partial, metadata={"format": "pt"})
     index = {} if index is None else index
     index[weight_name] = describe(file)[weight_name]
     return index
@@ -164,11 +156,20 @@ class OffloadedWeightsLoader(Mapping):
             return self.state_dict[key]
         return load_offloaded_weight(self.index[key]["safetensors_file"], self.index[key])
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
     def __iter__(self):
         return iter({**self.state_dict, **self.index})
 
     def __len__(self) -> int:
         return len({**self.state_dict, **self.index})
+
+
+    def only(self, names) -> "OffloadedWeightsLoader":
+        """Take some of the weights, without reading them."""
+        taken = ({name: part[name] for name in names if name in part} for part in (self.state_dict, self.index))
+        return OffloadedWeightsLoader(next(taken), index=next(taken))
 
 
 class PrefixedDataset(Mapping):
@@ -254,7 +255,7 @@ def keep_on_disk(
     if rest:
         source = fingerprint({stored.files[name] for name in rest}, rest)
         if origin(offload_folder) != source:
-            offload_state_dict(offload_folder, {name: stored[name] for name in rest}, rest, source)
+            offload_state_dict(offload_folder, stored.only(rest), rest, source)
         written = OffloadedWeightsLoader(save_folder=offload_folder).index
         kept |= {name: written[s] for name, s in sources.items() if name not in kept}
     return OffloadedWeightsLoader(index=kept)
@@ -268,7 +269,8 @@ Keys = namedtuple("Keys", "missing_keys unexpected_keys")
 @contextmanager
 def unchanged_on_error(model: nn.Module):
     """Give a model back its tensors, and no hooks, when what is done in this context fails."""
-    refuse_dispatched(model)
+    if any_hook(model):
+        raise ValueError("the model is dispatched already; undispatch(model) first")
     before = named_tensors(model)
     try:
         yield
@@ -297,15 +299,16 @@ def stream_checkpoint(
     dtypes = {n: to_dtype(dtype) if dtype and t.is_floating_point() else t.dtype for n, t in wanted.items()}
     check_fit(model, stored, stored.files, sources, strict)
     weights, made = keep_on_disk(stored, on_disk, dtypes, offload_folder), {}
-    with torch.no_grad(), entered(None):
-        for name, source in tqdm(sources.items(), desc="weights", unit="tensor", disable=None):
-            old, home = wanted[name], "meta" if name in on_disk else devices[homes[name]]
+    order = sorted(sources, key=on_disk.__contains__)  # of tied names, one that is not on disk decides
+    with torch.no_grad(), entered(None):  # also inside init_empty_weights, what is set here is real
+        for name in tqdm(order, desc="weights", unit="tensor", disable=None):
+            old, value = wanted[name], stored[sources[name]]
             if device_map is None and not old.is_meta and old.dtype == dtypes[name]:
-                made[id(old), home] = old.copy_(stored[source])  # an optimizer may hold it
-            if (id(old), home) not in made:
-                value = old if name in on_disk else stored[source]
-                made[id(old), home] = dress(value.to(home, dtypes[name], copy=True), old)
-            set_tensor(model, name, made[id(old), home])
+                made[id(old)] = old.copy_(value)  # an optimizer may hold it
+            elif id(old) not in made:
+                home = "meta" if name in on_disk else devices[homes[name]]
+                made[id(old)] = dress(value.to(home, dtypes[name], copy=True), old)
+            set_tensor(model, name, made[id(old)])
     return Keys([n for n in wanted if n not in sources], [n for n in stored if n not in wanted]), weights
 
 

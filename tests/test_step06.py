@@ -697,6 +697,17 @@ def test_a_trace_is_of_its_own_model():
     assert happened.events == []
 
 
+def test_a_trace_of_the_encoder_books_each_layer_once_a_forward():
+    model = cpu_offload(build_model("tiny"))
+    with OffloadTrace(model) as happened:
+        for _ in range(3):
+            call(model, IDS)
+    assert happened.now == 0 and happened.peak_resident_bytes == 199936
+    assert [event.kind for event in happened.events if event.block == "encoder.layers.0"] == 3 * [
+        "bring", "run", "drop", "end",
+    ]  # fmt: skip
+
+
 def test_wrong_main_devices_and_maps_are_said():
     with pytest.raises(ValueError, match="'disk' does not exist here"):
         dispatch_model(nn.Linear(4, 4), {"": "cpu"}, main_device="disk")

@@ -1,0 +1,1197 @@
+"""Step 7: a model from its checkpoint under any map gives the plain model's values, bit for bit, or one clear error."""
+
+import copy
+import itertools
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import facts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_step04 import transformers_model
+from torch import nn
+
+from step02_checkpoint.build_checkpoint import INDEX_NAME, CheckpointError, build_model, save_sharded_checkpoint
+from step03_meta_build.meta_build import build_empty, init_empty_weights, measure_rss
+from step04_to_empty_load.load_with_meta import find_tied_parameters, named_tensors
+from step05_device_map.device_map import plan_device_map
+from step06_hooks_offload.hooks_offload import OffloadTrace, Parked, any_hook, dispatch_model, undispatch
+from step07_disk_offload import disk_offload as step07
+from step07_disk_offload.disk_offload import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    describe,
+    disk_offload,
+    extract_submodules_state_dict,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    load_offloaded_weight,
+    load_state_dict,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+
+IDS = torch.arange(16).reshape(2, 8)
+ALL = {"": "disk"}
+
+
+def call(model, *args, **kwargs):
+    with torch.inference_mode():
+        return model(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return build_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+    return call(plain, IDS)
+
+
+@pytest.fixture
+def shards(plain, tmp_path):
+    save_sharded_checkpoint(plain.state_dict(), tmp_path / "shards", "200KB")
+    return tmp_path / "shards"
+
+
+def snapshot(model):
+    return [(name, id(tensor), tensor._version) for name, tensor in named_tensors(model)]
+
+
+def files_in(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refuses(model, checkpoint, *parts, device_map=ALL, error=CheckpointError, load=load_checkpoint_and_dispatch, **kw):
+    """See one error with all these parts, a model that is as it was, and no file that was not there."""
+    before, folder = snapshot(model), Path(checkpoint) if Path(checkpoint).is_dir() else Path(checkpoint).parent
+    listed = sorted(path.name for path in folder.rglob("*"))
+    with pytest.raises(error) as caught:
+        load(model, checkpoint, device_map, **kw)
+    for part in parts:
+        assert part in str(caught.value), caught.value
+    assert snapshot(model) == before and not any_hook(model) and not hasattr(model, "hf_device_map")
+    assert sorted(path.name for path in folder.rglob("*")) == listed
+    return str(caught.value)
+
+
+# --- one weight
+
+
+UNUSUAL = {
+    "bfloat16": torch.randn(3, 2).bfloat16(), "scalar": torch.tensor(2.5), "transposed": torch.randn(2, 3).T,
+    "empty": torch.zeros(0, 3), "float8": torch.randn(4).to(torch.float8_e4m3fn), "bool": torch.tensor([True, False]),
+    "int64": torch.tensor([2**60, -1]), "complex64": torch.randn(2, dtype=torch.complex64), "odd": torch.ones(3).char(),
+    "nan": torch.tensor([float("nan"), -0.0]), "half": torch.randn(5).half(), "double": torch.randn(1).double(),
+    "uint16": torch.tensor([1, 65535], dtype=torch.uint16), "sliced": torch.randn(4, 4)[1:3, ::2],
+    "conjugate": torch.randn(2, dtype=torch.complex64).conj(), "parameter": nn.Parameter(torch.randn(2)),
+    "float4": torch.arange(4, dtype=torch.uint8).view(2, 2).view(torch.float4_e2m1fn_x2),
+}  # fmt: skip
+
+
+def same_bits(a, b):
+    a, b = (t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_l4_unusual_tensors_go_to_disk_and_back_bit_for_bit(tmp_path, name):
+    tensor = UNUSUAL[name]
+    index = offload_weight(tensor, name, tmp_path)
+    offload_state_dict(tmp_path / "all", UNUSUAL)
+    save_offload_index(index, tmp_path)
+    ways = [
+        load_offloaded_weight(tmp_path / f"{name}.safetensors", index[name]),
+        OffloadedWeightsLoader(save_folder=tmp_path / "all")[name],
+        OffloadedWeightsLoader(save_folder=tmp_path)[name],
+        OffloadedWeightsLoader(index=index)[name],
+        OffloadedWeightsLoader(state_dict={name: tensor})[name],
+    ]
+    for back in ways:
+        assert back.dtype == tensor.dtype and back.shape == tensor.shape and same_bits(back, tensor)
+
+
+def test_l4_what_cannot_be_stored_is_refused_by_name_before_anything_is_written(tmp_path):
+    wrong = {"fine": torch.ones(1), "a": torch.empty(2, dtype=torch.complex128), "b": torch.empty(1, device="meta")}
+    with pytest.raises(CheckpointError, match=r"(?s)a: safetensors has no name for torch.complex128.*b: on the meta"):
+        offload_state_dict(tmp_path / "folder", wrong)
+    with pytest.raises(CheckpointError, match="b: on the meta device"):
+        offload_weight(wrong["b"], "b", tmp_path)
+    for name in ("../b", "/b", "a/b", "a\\b", "a\0"):
+        with pytest.raises(CheckpointError, match="would lead out of the folder"):
+            offload_weight(wrong["fine"], name, tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_grows_weight_by_weight(tmp_path):
+    index = {}
+    assert offload_weight(torch.ones(2), "a.b", tmp_path, index) is index
+    save_offload_index(index, tmp_path)
+    save_offload_index(offload_weight(torch.zeros(3), "c", tmp_path), tmp_path)
+    assert {name: t.tolist() for name, t in OffloadedWeightsLoader(save_folder=tmp_path).items()} == {
+        "a.b": [1, 1], "c": [0, 0, 0],
+    }  # fmt: skip
+
+
+def test_what_is_written_to_a_weight_does_not_reach_its_file(shards):
+    stored = OffloadedWeightsLoader(save_folder=shards)
+    before = files_in(shards)
+    stored["classifier.bias"].zero_()
+    assert stored["classifier.bias"].abs().sum() > 0 and files_in(shards) == before
+
+
+def test_every_dtype_of_the_library_is_read(tmp_path):
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        try:
+            safetensors.torch.save_file({"x": torch.empty(2, 2, dtype=dtype)}, tmp_path / "x.safetensors")
+        except (KeyError, RuntimeError, safetensors.SafetensorError):
+            continue
+        assert describe(tmp_path / "x.safetensors")["x"]["dtype"] == dtype
+        assert OffloadedWeightsLoader(save_folder=tmp_path / "x.safetensors")["x"].dtype == dtype
+
+
+def test_a_weight_that_does_not_begin_at_a_multiple_of_its_size(tmp_path):
+    values = struct.pack("<2f", 1.5, 2.5)
+    entries = {"u": ("U8", [3], [0, 3]), "a": ("F32", [2], [3, 11])}
+    header = {name: dict(zip(("dtype", "shape", "data_offsets"), e, strict=True)) for name, e in entries.items()}
+    write_raw(tmp_path / "model.safetensors", header, b"\1\2\3" + values)
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["a"].tolist() == [1.5, 2.5]
+
+
+# --- mappings
+
+
+def test_the_loader_is_a_mapping_that_reads_when_asked(shards, plain, monkeypatch):
+    reads = []
+    read = step07.load_offloaded_weight
+    monkeypatch.setattr(step07, "load_offloaded_weight", lambda *args: reads.append(args) or read(*args))
+    stored = OffloadedWeightsLoader({"extra": torch.ones(1), "classifier.bias": torch.full((2,), 7.0)}, shards)
+    assert set(stored) == {*plain.state_dict(), "extra"} and len(stored) == 41 and "classifier.weight" in stored
+    assert reads == []
+    assert stored["classifier.bias"].tolist() == [7, 7] and reads == []  # what is in RAM comes first
+    assert torch.equal(stored["classifier.weight"], plain.classifier.weight) and len(reads) == 1
+    with pytest.raises(KeyError):
+        stored["nothing"]
+    with pytest.raises(ValueError, match="give a state_dict"):
+        OffloadedWeightsLoader()
+
+
+def test_the_loader_reads_an_index_as_accelerate_writes_it(shards, plain):
+    weight_map = json.loads((shards / INDEX_NAME).read_text())["weight_map"]
+    index = {
+        f"model.{name}": {"safetensors_file": str(shards / file), "weight_name": name, "dtype": "float32"}
+        for name, file in weight_map.items()
+    }
+    stored = OffloadedWeightsLoader(index=index)
+    assert all(torch.equal(stored[f"model.{name}"], tensor) for name, tensor in plain.state_dict().items())
+
+
+def test_a_prefixed_dataset_is_the_part_under_the_prefix():
+    part = PrefixedDataset({"a.x": 1, "a.y": 2, "ab.x": 3}, "a.")
+    assert dict(part) == {"x": 1, "y": 2} and len(part) == 2 and "z" not in part
+
+
+def test_submodules_are_extracted_by_dotted_parts():
+    names = ["layers.1.w", "layers.10.w", "layers.1", "head.w"]
+    found = extract_submodules_state_dict(dict.fromkeys(names, 0), ["layers.1", "head"])
+    assert list(found) == ["layers.1.w", "layers.1", "head.w"]
+
+
+def test_load_state_dict_reads_every_form(shards, plain, tmp_path):
+    torch.save(plain.state_dict(), tmp_path / "c.bin")
+    for checkpoint in (tmp_path / "c.bin", str(shards), shards / INDEX_NAME):
+        for device_map in (None, {"": "cpu"}, {"encoder": "disk", "": 0}):
+            loaded = load_state_dict(checkpoint, device_map)
+            assert all(torch.equal(loaded[name], t) and not loaded[name].is_meta for name, t in named_tensors(plain))
+    shard = next(shards.glob("*1-of*"))
+    assert load_state_dict(shard, {"": "cpu"}).keys() == describe(shard).keys()
+
+
+# --- every map, every form of checkpoint
+
+
+PARTS = ["token_embedding", "position_embedding", "encoder", "classifier"]
+MAPS = [
+    *({"": place} for place in (0, "cpu", "disk")),
+    *(dict(zip(PARTS, places, strict=True)) for places in itertools.product([0, "cpu", "disk"], repeat=4)
+      if len(set(places)) == 3),
+    {"": "cpu", "encoder.layers.0": "disk"}, {"": "disk", "encoder.layers.1": "cpu", "classifier": 0},
+    {"": 0, "encoder.layers.2": "disk"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device_map", MAPS, ids=str)
+def test_every_map_gives_the_plain_models_values(shards, expected, device_map):
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), shards, device_map)
+    for _ in range(2):
+        assert torch.equal(call(model, IDS), expected)
+    away = {"cpu", "disk"} if 0 in device_map.values() else {"disk"}
+    for name, tensor in named_tensors(model):
+        device = device_map[next(key for key in step07.prefixes(name) if key in device_map)]
+        assert isinstance(tensor, Parked) == (device in away), name
+
+
+@pytest.fixture(params=["pt", "bin index", "bin folder", "safetensors", "shards", "index"])
+def stored(request, tmp_path, plain):
+    state_dict = plain.state_dict()
+    if request.param == "pt":
+        torch.save(state_dict, tmp_path / "c.pt")
+        return str(tmp_path / "c.pt")
+    if request.param.startswith("bin"):
+        names = list(state_dict)
+        for number, part in enumerate((names[:20], names[20:])):
+            torch.save({name: state_dict[name] for name in part}, tmp_path / f"pytorch_model-{number}.bin")
+        weight_map = {name: f"pytorch_model-{number // 20}.bin" for number, name in enumerate(names)}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return tmp_path if "folder" in request.param else tmp_path / "pytorch_model.bin.index.json"
+    if request.param == "safetensors":
+        safetensors.torch.save_file(state_dict, tmp_path / "model.safetensors")
+        return tmp_path
+    save_sharded_checkpoint(state_dict, tmp_path / "c", "200KB")
+    return tmp_path / "c" / (INDEX_NAME if request.param == "index" else "")
+
+
+@pytest.mark.parametrize("build", [lambda: build_empty("tiny"), lambda: build_model("tiny").requires_grad_(False)])
+@pytest.mark.parametrize("device_map", [None, {"": 0}, ALL, {"": "disk", "encoder": "cpu", "classifier": 0}, "auto"])
+def test_every_form_of_checkpoint(stored, expected, device_map, build, tmp_path):
+    model = build()
+    if not any(p.is_meta for p in model.parameters()):
+        [p.zero_() for p in model.parameters()]
+    folder = tmp_path / "offload"
+    options = {"max_memory": {0: 240_000, "cpu": 425_000}, "offload_folder": folder}
+    load_checkpoint_and_dispatch(model, stored, device_map, **options)
+    assert torch.equal(call(model, IDS), expected)
+    pickled = Path(stored).suffix in (".pt", ".json") and INDEX_NAME not in str(stored) or stored == tmp_path
+    pickled = pickled and not (tmp_path / "model.safetensors").exists()
+    disk = device_map is not None and "disk" in model.hf_device_map.values()
+    assert folder.exists() == (pickled and disk)
+
+
+def test_without_a_map_real_weights_are_filled_in_place(shards, plain):
+    model = build_model("tiny")
+    with torch.no_grad():
+        [parameter.zero_() for parameter in model.parameters()]
+    before = dict(named_tensors(model))
+    assert load_checkpoint_in_model(model, shards) == ([], [])
+    assert all(before[name] is t and torch.equal(t, dict(named_tensors(plain))[name]) for name, t in named_tensors(model))
+
+
+def test_the_two_parts_can_be_called_apart(shards, expected):
+    device_map = {"": "cpu", "encoder.layers.1": "disk", "classifier": "disk"}
+    model = build_empty("tiny")
+    assert load_checkpoint_in_model(model, shards, device_map) == ([], [])
+    assert model.classifier.weight.is_meta and not model.encoder.layers[0].linear1.weight.is_meta
+    dispatch_model(model, device_map, weights_map=OffloadedWeightsLoader(save_folder=shards))
+    assert torch.equal(call(model, IDS), expected)
+
+
+def test_only_what_is_on_disk_is_there_and_it_is_let_go(shards):
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), shards, {"": 0, "encoder.layers.1": "disk"})
+    with OffloadTrace(model) as happened:
+        call(model, IDS)
+    assert [event.kind for event in happened.events if event.block == "encoder.layers.1"] == [
+        "bring", "run", "drop", "end",
+    ]  # fmt: skip
+    assert {e.source for e in happened.events if e.block == "encoder.layers.1"} == {"disk"} and happened.now == 637192 - 199936
+
+
+def test_auto_plans_with_the_dtype_and_the_blocks_of_the_caller(shards, tmp_path):
+    half = load_checkpoint_and_dispatch(
+        build_empty("tiny"), shards, "auto", {0: 330_000}, offload_folder=tmp_path / "o", dtype="float16"
+    )
+    assert half.hf_device_map == {"": 0} and not any_hook(half)
+    blocks = load_checkpoint_and_dispatch(
+        build_empty("tiny"), shards, "sequential", {0: 637_000}, no_split_module_classes=["TransformerEncoder"]
+    )
+    assert blocks.hf_device_map["encoder"] == "disk"
+
+
+def test_a_single_device_needs_no_hook_unless_asked(shards):
+    assert not any_hook(load_checkpoint_and_dispatch(build_empty("tiny"), shards, {"": "cpu"}))
+    assert any_hook(load_checkpoint_and_dispatch(build_empty("tiny"), shards, {"": "cpu"}, force_hooks=True))
+
+
+def test_a_safetensors_checkpoint_is_not_rewritten(shards, expected, tmp_path):
+    before = files_in(shards)
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), shards, ALL, offload_folder=tmp_path / "unused")
+    assert torch.equal(call(model, IDS), expected)
+    assert files_in(shards) == before and not (tmp_path / "unused").exists()
+
+
+# --- the offload folder
+
+
+def save_bin(path, seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).eval()
+    torch.save(model.state_dict(), path)
+    return model
+
+
+def empty_pair():
+    with init_empty_weights():
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).eval()
+
+
+X = torch.randn(3, 4, generator=torch.manual_seed(3))
+
+
+def test_the_error_says_which_modules_need_an_offload_folder(tmp_path):
+    save_bin(tmp_path / "c.bin", 0)
+    refuses(empty_pair(), tmp_path / "c.bin", "1 are to be on disk", "offload_folder", device_map={"0": 0, "1": "disk"})
+    model = empty_pair()
+    save_sharded_checkpoint(save_bin(tmp_path / "c.bin", 0).state_dict(), tmp_path / "c")
+    refuses(model, tmp_path / "c", "0, 1 are to be on disk, but they are converted", dtype="float16")
+
+
+def test_a_folder_of_another_source_is_never_used(tmp_path):
+    checkpoint, folder = tmp_path / "c.bin", tmp_path / "offload"
+    one = save_bin(checkpoint, 1)
+    status = os.stat(checkpoint)
+    for _ in range(2):
+        model = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
+        assert torch.equal(call(model, X), call(one, X))
+        written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written  # used again, not written again
+    two = save_bin(checkpoint, 2)  # older weights in the folder: same names, size and time
+    os.utime(checkpoint, ns=(status.st_atime_ns, status.st_mtime_ns))
+    model = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
+    assert torch.equal(call(model, X), call(two, X)) and not torch.equal(call(two, X), call(one, X))
+    half = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder, dtype=torch.float16)
+    assert torch.equal(call(half, X.half()), call(copy.deepcopy(two).half(), X.half()))
+    part = load_checkpoint_and_dispatch(empty_pair(), checkpoint, {"0": "cpu", "1": "disk"}, offload_folder=folder)
+    assert torch.equal(call(part, X), call(two, X))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_offload_folder_of_ours_is_refused_or_written_again(tmp_path):
+    checkpoint, folder = tmp_path / "c.bin", tmp_path / "offload"
+    one = save_bin(checkpoint, 1)
+    load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
+    shard = next(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="holds a checkpoint"):
+        load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
+    shutil.rmtree(folder)
+    model = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
+    assert torch.equal(call(model, X), call(one, X))
+
+
+def test_a_checkpoint_is_never_replaced_by_an_offload(shards, tmp_path, plain):
+    before = files_in(shards)
+    refuses(build_empty("tiny"), shards, "holds a checkpoint", offload_folder=shards, dtype="float16")
+    with pytest.raises(CheckpointError, match="holds a checkpoint"):
+        disk_offload(build_model("tiny"), shards)
+    assert files_in(shards) == before
+    safetensors.torch.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds a checkpoint"):
+        offload_state_dict(tmp_path, {"a": torch.ones(1)})
+
+
+def test_other_files_in_an_offload_folder_stay(tmp_path):
+    one = save_bin(tmp_path / "c.bin", 1)  # as in Accelerate's own tests, the checkpoint lies in the offload folder
+    model = load_checkpoint_and_dispatch(empty_pair(), tmp_path / "c.bin", ALL, offload_folder=tmp_path)
+    assert torch.equal(call(model, X), call(one, X)) and (tmp_path / "c.bin").exists()
+
+
+def test_another_model_that_still_reads_the_folder_says_so(tmp_path):
+    save_bin(tmp_path / "c.bin", 1)
+    first = load_checkpoint_and_dispatch(empty_pair(), tmp_path / "c.bin", ALL, offload_folder=tmp_path / "o")
+    save_bin(tmp_path / "c.bin", 2)
+    load_checkpoint_and_dispatch(empty_pair(), tmp_path / "c.bin", ALL, offload_folder=tmp_path / "o")
+    with pytest.raises(CheckpointError, match="cannot read 0.weight: .* has changed or is gone"):
+        call(first, X)
+
+
+# --- the cases
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l1, self.l2, self.l3 = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 5)
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x):
+        return self.l3(self.l2(self.l1(x)))
+
+
+@pytest.mark.parametrize("form", ["shards", "bin"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device_map", [None, ALL, {"": "cpu", "l2": "disk"}], ids=str)
+def test_l1_l6_everything_wrong_is_in_one_error_and_nothing_changes(tmp_path, device, device_map, form):
+    state_dict = Two().state_dict()
+    state_dict |= {"l2.weight": torch.zeros(7, 4), "l1.bias": torch.zeros(9), "surplus": torch.zeros(1)}
+    del state_dict["l3.bias"]
+    if form == "bin":
+        torch.save(state_dict, tmp_path / "c.bin")
+    else:
+        save_sharded_checkpoint(state_dict, tmp_path / "c", 150)
+    with torch.device(device):
+        model = Two()
+    checkpoint = tmp_path / ("c.bin" if form == "bin" else "c")
+    shapes = ["l2.weight is [7, 4] in", "the model wants [5, 4]", "l1.bias is [9]", "c.bin" if form == "bin" else "model-"]
+    strict = ["missing: l3.bias", "unexpected: surplus"]
+    for load in (load_checkpoint_and_dispatch, load_checkpoint_in_model):
+        refuses(model, checkpoint, *shapes, *strict, device_map=device_map, load=load, strict=True)
+        message = refuses(model, checkpoint, *shapes, device_map=device_map, load=load, strict=False)
+        assert "missing" not in message and "unexpected" not in message
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": 0, "l1": "disk"}], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_l6_strict_lists_both_and_lax_returns_both(tmp_path, device, device_map, dtype):
+    state_dict = Two().state_dict() | {"surplus": torch.zeros(1)}
+    del state_dict["l3.bias"]
+    save_sharded_checkpoint(state_dict, tmp_path / "c", 150)
+    with torch.device(device):
+        model = Two()
+    options = {"offload_folder": tmp_path / "o", "dtype": dtype, "load": load_checkpoint_in_model, "strict": True}
+    refuses(model, tmp_path / "c", "missing: l3.bias", "unexpected: surplus", device_map=device_map, **options)
+    keys = load_checkpoint_in_model(model, tmp_path / "c", device_map, tmp_path / "o", dtype)
+    assert keys.missing_keys == ["l3.bias"] and keys.unexpected_keys == ["surplus"]
+    on_disk = device_map is not None and "l1" in device_map
+    assert model.l1.weight.is_meta == on_disk and torch.equal(
+        model.l2.weight, state_dict["l2.weight"].to(dtype and torch.float16)
+    )
+    assert model.steps.dtype == torch.int64 and model.l3.bias.is_meta == (device == "meta")
+
+
+def test_l6_a_lax_load_never_leaves_a_model_that_computes_with_nothing(tmp_path):
+    state_dict = Two().state_dict()
+    del state_dict["l3.bias"]
+    save_sharded_checkpoint(state_dict, tmp_path / "c", 150)
+    with init_empty_weights():
+        model = Two()
+    for device_map in (ALL, {"": "cpu", "l1": "disk"}, {"": 0}):
+        options = {"strict": False, "error": ValueError}
+        refuses(model, tmp_path / "c", "l3.bias", device_map=device_map, **options)
+    real = load_checkpoint_and_dispatch(Two(), tmp_path / "c", {"": "cpu", "l1": "disk"}, strict=False)
+    assert call(real, torch.ones(1, 3)).isfinite().all()
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("form", ["shards", "bin"])
+@pytest.mark.parametrize("meta_buffers", [False, True])
+def test_l2_the_statistics_come_from_the_checkpoint(tmp_path, form, offload_buffers, meta_buffers):
+    def build():
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    trained = build().train()
+    for scale in (1, 3, 5):
+        trained(scale * torch.randn(8, 4) + 2)
+    trained.eval()
+    if form == "bin":
+        torch.save(trained.state_dict(), tmp_path / "c.bin")
+    else:
+        save_sharded_checkpoint(trained.state_dict(), tmp_path / "c", 100)
+    checkpoint = tmp_path / ("c.bin" if form == "bin" else "c")
+    for device_map in (ALL, {"0": 0, "1": "disk", "2": "cpu"}, {"0": "disk", "1": "cpu", "2": "disk"}):
+        with init_empty_weights(include_buffers=meta_buffers):
+            model = build().eval()
+        folder = tmp_path / "offload" if form == "bin" else None
+        options = {"offload_buffers": offload_buffers, "offload_folder": folder}
+        load_checkpoint_and_dispatch(model, checkpoint, device_map, **options)
+        assert torch.equal(call(model, X), call(trained, X)), device_map
+        back = undispatch(model).state_dict()
+        assert all(torch.equal(back[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+def test_l3_the_empty_model_streams_from_its_shards(tmp_path):
+    """800 blocks' worth of budget do not matter: what is resident, and one block, is all that RAM ever has."""
+    wide = 3000  # 36 MB a weight: freed at once by the allocator
+    script = f"""
+from pathlib import Path
+import torch
+from torch import nn
+from step03_meta_build.meta_build import init_empty_weights
+from step07_disk_offload.disk_offload import *
+def build():
+    return nn.Sequential(*(nn.Linear({wide}, {wide}, bias=False) for _ in range(8))).eval()
+folder = Path({str(tmp_path)!r})
+with init_empty_weights():
+    model = build()
+    warm = nn.Sequential(nn.Linear(4, 4))
+"""
+    build = (
+        "from step02_checkpoint.build_checkpoint import save_sharded_checkpoint\nmodel = build()\n"
+        "save_sharded_checkpoint(model.state_dict(), folder / 'c', '80MB')\n"
+        "torch.save(model.state_dict(), folder / 'c.bin')\n"
+        f"torch.save(model(torch.ones(1, {wide})), folder / 'out.pt')\n"
+    )
+    subprocess.run([sys.executable, "-c", script + "torch.set_grad_enabled(False)\ntorch.manual_seed(0)\n" + build], check=True)
+    weight = wide * wide * 4 / 2**20
+    device_map = "{**{str(i): 'cpu' for i in range(2)}, **{str(i): 'disk' for i in range(2, 8)}}"
+    load = f"load_checkpoint_and_dispatch(model, folder / 'c', {device_map})"
+    loaded = measure_rss(load, script)
+    assert 1.9 * weight < loaded["peak_mb"] < 3.2 * weight, loaded["peak_mb"] / weight
+    forward = f"\nwith torch.inference_mode(): out = model(torch.ones(1, {wide}))\n"
+    right = "assert torch.equal(out, torch.load(folder / 'out.pt'))"
+    ran = measure_rss(load + forward + right, script)
+    assert ran["peak_mb"] < 3.4 * weight and ran["anonymous_mb"] < 2.2 * weight, ran
+    converts = f"load_checkpoint_in_model(model, folder / 'c', {device_map}, folder / 'o', dtype='float16')"
+    converted = measure_rss(converts, script)
+    assert converted["peak_mb"] < 3.2 * weight, converted["peak_mb"] / weight
+
+
+def test_l5_an_index_without_the_wrappers_prefix_is_reported_at_load(shards):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = build_empty("tiny")
+
+        def forward(self, x):
+            return self.model(x)
+
+    refuses(Wrapper(), shards, "missing: model.classifier.bias", "unexpected: classifier.bias")
+    refuses(Wrapper(), shards, "model.classifier.bias", error=ValueError, strict=False)
+
+
+class Kinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale * self.mask + self.count
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.bfloat16, torch.float64])
+def test_l7_dtype_converts_floats_and_nothing_else_with_and_without_a_map(tmp_path, dtype):
+    source = Kinds().eval()
+    save_sharded_checkpoint(source.state_dict(), tmp_path / "c", 50)
+    torch.save(source.state_dict(), tmp_path / "c.pt")
+    right = copy.deepcopy(source).to(step07.to_dtype(dtype))
+    maps = [None, {"": 0}, {"": "cpu"}, ALL, {"": 0, "linear": "disk"}]
+    for checkpoint, device_map, build, buffers in itertools.product(["c", "c.pt"], maps, ["meta", "real"], [False, True]):
+        with init_empty_weights() if build == "meta" else torch.device("cpu"):
+            model = Kinds().eval()
+        options = {"dtype": dtype, "offload_folder": tmp_path / "offload", "offload_buffers": buffers}
+        load_checkpoint_and_dispatch(model, tmp_path / checkpoint, device_map, **options)
+        x = X.to(step07.to_dtype(dtype))
+        assert torch.equal(call(model, x), call(right, x)), (checkpoint, device_map, build)
+        for name, tensor in model.state_dict().items():
+            assert tensor.dtype == right.state_dict()[name].dtype and torch.equal(tensor, right.state_dict()[name])
+
+
+def test_a_file_in_another_dtype_follows_the_model(tmp_path):
+    half = nn.Linear(4, 4).half()
+    save_sharded_checkpoint(half.state_dict(), tmp_path / "c")
+    right = copy.deepcopy(half).float()
+    with init_empty_weights():
+        model = nn.Linear(4, 4)
+    refuses(model, tmp_path / "c", "offload_folder")
+    load_checkpoint_and_dispatch(model, tmp_path / "c", ALL, offload_folder=tmp_path / "o")
+    assert torch.equal(call(model, X), call(right, X)) and model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float17", "int8", "nn"])
+def test_an_unknown_dtype_is_refused_before_anything_changes(shards, dtype):
+    refuses(build_empty("tiny"), shards, dtype, error=ValueError, dtype=dtype)
+
+
+class Tied(nn.Module):
+    def __init__(self, vocab=16, hidden=8):
+        super().__init__()
+        self.emb, self.mid, self.lm_head = nn.Embedding(vocab, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, vocab)
+        self.lm_head.weight = self.emb.weight
+
+    def forward(self, ids):
+        return self.lm_head(self.mid(self.emb(ids)))
+
+
+@pytest.mark.parametrize("form", ["emb only", "lm_head only", "alias", "both", "bin emb only", "bin both", "float16"])
+@pytest.mark.parametrize(
+    "device_map",
+    [ALL, {"": "cpu"}, {"": 0}, *({"emb": e, "mid": m, "lm_head": h}
+     for e, m, h in itertools.product([0, "cpu", "disk"], repeat=3) if e != h)],
+    ids=lambda m: "-".join(map(str, m.values())),
+)  # fmt: skip
+def test_l8_l9_ties_hold_wherever_the_names_are(tmp_path, form, device_map):
+    torch.manual_seed(0)
+    source = Tied().eval()
+    state_dict = source.state_dict()
+    drop = {"emb only": "lm_head.weight", "lm_head only": "emb.weight", "bin emb only": "lm_head.weight"}.get(form)
+    state_dict = {name: t.half() if form == "float16" else t for name, t in state_dict.items() if name != drop}
+    if form.startswith("bin"):
+        torch.save(state_dict, tmp_path / "c.bin")
+    elif form == "both":
+        safetensors.torch.save_file({n: t.clone() for n, t in state_dict.items()}, tmp_path / "model.safetensors")
+    else:
+        save_sharded_checkpoint(state_dict, tmp_path, 100)
+    checkpoint = tmp_path / "c.bin" if form.startswith("bin") else tmp_path
+    if form == "float16":
+        source = source.half().float()
+    with init_empty_weights():
+        model = Tied().eval()
+    folder = tmp_path / "offload"
+    load_checkpoint_and_dispatch(model, checkpoint, device_map, offload_folder=folder)
+    assert torch.equal(call(model, IDS), call(source, IDS))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in source.state_dict().items())
+    if folder.exists():
+        offloaded = OffloadedWeightsLoader(save_folder=folder)
+        assert len({"emb.weight", "lm_head.weight"} & set(offloaded)) <= 1  # written once
+    undispatch(model)
+    assert find_tied_parameters(model) == [["emb.weight", "lm_head.weight"]]
+    assert torch.equal(call(model, IDS), call(source, IDS))
+
+
+def test_names_with_different_values_are_refused_for_a_tied_model(tmp_path):
+    state_dict = Tied().state_dict() | {"lm_head.weight": torch.zeros(16, 8)}
+    save_sharded_checkpoint(state_dict, tmp_path / "c")
+    refuses(Tied(), tmp_path / "c", "tied: emb.weight, lm_head.weight")
+
+
+def test_an_alias_fills_an_untied_model_with_two_copies(tmp_path):
+    save_sharded_checkpoint(Tied().state_dict(), tmp_path / "c")
+    untied = Tied()
+    untied.lm_head.weight = nn.Parameter(torch.zeros(16, 8))
+    load_checkpoint_and_dispatch(untied, tmp_path / "c", {"": "cpu"})
+    assert torch.equal(untied.lm_head.weight, untied.emb.weight)
+    with torch.no_grad():
+        untied.emb.weight.zero_()
+    assert untied.lm_head.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("form", ["shards", "bin"])
+def test_h6_back_to_an_ordinary_model_from_disk(tmp_path, plain, expected, form):
+    if form == "bin":
+        torch.save(plain.state_dict(), tmp_path / "c.bin")
+    else:
+        save_sharded_checkpoint(plain.state_dict(), tmp_path / "c")
+    checkpoint = tmp_path / ("c.bin" if form == "bin" else "c")
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), checkpoint, ALL, offload_folder=tmp_path / "o")
+    call(model, IDS)
+    undispatch(model)
+    for path in [*tmp_path.rglob("*.safetensors"), *tmp_path.glob("*.bin")]:
+        path.write_bytes(b"gone")  # the model has nothing to do with its files any more
+    assert torch.equal(call(model, IDS), expected) and not any_hook(model)
+    assert not any(isinstance(t, Parked) or t.is_meta for _, t in named_tensors(model))
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
+    model.to(torch.float64)
+
+
+def test_h11_no_split_modules_of_the_model_are_respected(tmp_path):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.b(self.a(x))
+
+    class Model(nn.Module):
+        _no_split_modules = ["Block"]
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = Block(), Block(), Block()
+
+        def forward(self, x):
+            return self.three(self.two(self.one(x)))
+
+    real = Model().eval()
+    save_sharded_checkpoint(real.state_dict(), tmp_path / "c")
+    with init_empty_weights():
+        model = Model().eval()
+    load_checkpoint_and_dispatch(model, tmp_path / "c", "auto", max_memory={0: 1300, "cpu": 0})
+    assert model.hf_device_map == {"one": 0, "two": "disk", "three": "disk"}
+    x = torch.randn(2, 8)
+    with OffloadTrace(model) as happened:
+        assert torch.equal(call(model, x), call(real, x))
+    assert [event.block for event in happened.events if event.kind == "run" and event.bytes] == ["two", "three"]
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_disk_offload(tmp_path, plain, expected, real):
+    folder = tmp_path / "offload"
+    if not real:
+        save_sharded_checkpoint(plain.state_dict(), folder)
+    model = disk_offload(build_model("tiny") if real else build_empty("tiny"), folder)
+    assert torch.equal(call(model, IDS), expected)
+    assert all(isinstance(tensor, Parked) for _, tensor in named_tensors(model))
+    with OffloadTrace(model) as happened:
+        call(model, IDS)
+    assert {event.source for event in happened.events if event.bytes} == {"disk"} and happened.now == 0
+    again = disk_offload(undispatch(model), tmp_path / "again" if not real else folder)
+    assert torch.equal(call(again, IDS), expected)
+
+
+def test_disk_offload_of_a_tied_model_with_buffers(tmp_path):
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).eval()
+    model[2].weight = model[1].weight
+    right = call(copy.deepcopy(model), X)
+    for number, buffers in enumerate((False, True)):
+        ours = disk_offload(copy.deepcopy(model), tmp_path / str(number), offload_buffers=buffers)
+        assert torch.equal(call(ours, X), right)
+        assert isinstance(ours[0].running_mean, Parked) == buffers
+        assert len(OffloadedWeightsLoader(save_folder=tmp_path / str(number))) == 6 if buffers else 3
+    with pytest.raises(CheckpointError, match="does not exist"):
+        disk_offload(build_empty("tiny"), tmp_path / "nowhere")
+
+
+def test_a_copy_and_a_pickle_of_a_model_on_disk(shards, expected, tmp_path):
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), shards, ALL)
+    twin = copy.deepcopy(model)
+    torch.save(model, tmp_path / "whole.pt")
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert torch.equal(call(twin, IDS), expected) and torch.equal(call(loaded, IDS), expected)
+    state = model.state_dict()
+    assert torch.equal(call(loaded, IDS), expected) and not any(t.is_meta for t in state.values())
+
+
+# --- bad input
+
+
+def write_raw(path, header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def truncate(folder):
+    shard = next(folder.glob("*2-of*"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    return shard.name
+
+
+def garbage(folder):
+    shard = next(folder.glob("*2-of*"))
+    shard.write_bytes(b"\x99" * 5000)
+    return shard.name
+
+
+def remove_shard(folder):
+    shard = next(folder.glob("*2-of*"))
+    shard.unlink()
+    return shard.name
+
+
+def claims_more(folder):
+    shard = next(folder.glob("*2-of*"))
+    header = {"classifier.weight": {"dtype": "F32", "shape": [2, 64], "data_offsets": [0, 512]}}
+    write_raw(shard, header, b"\0" * 100)
+    return shard.name
+
+
+def duplicate_names(folder):
+    shard = next(folder.glob("*2-of*"))
+    entry = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    write_raw(shard, b"{" + entry + b"," + entry + b"}", b"\0" * 4)
+    return "stand twice"
+
+
+def duplicate_in_index(folder):
+    (folder / INDEX_NAME).write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    return "stand twice"
+
+
+def not_json(folder):
+    (folder / INDEX_NAME).write_text("{nonsense")
+    return INDEX_NAME
+
+
+def leads_out(place):
+    def change(folder):
+        index = json.loads((folder / INDEX_NAME).read_text())
+        outside = folder.parent / "outside.safetensors"
+        shutil.copy(next(folder.glob("*1-of*")), outside)
+        if place == "link":
+            (folder / "link.safetensors").symlink_to(outside)
+        names = {"link": "link.safetensors", "up": "../outside.safetensors", "absolute": str(outside)}
+        index["weight_map"]["classifier.bias"] = names[place]
+        (folder / INDEX_NAME).write_text(json.dumps(index))
+        return "lies outside the checkpoint's folder"
+
+    return change
+
+
+def older_single_file(folder):
+    shutil.copy(next(folder.glob("*1-of*")), folder / "model.safetensors")
+    return "delete the older of the two"
+
+
+def empty_folder(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return "neither"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, garbage, remove_shard, claims_more, duplicate_names, duplicate_in_index, not_json, leads_out("link"),
+     leads_out("up"), leads_out("absolute"), older_single_file, empty_folder],
+)  # fmt: skip
+@pytest.mark.parametrize("device_map", [None, ALL, {"": "cpu"}], ids=str)
+def test_a_damaged_checkpoint_is_one_clear_error(shards, damage, device_map):
+    part = damage(shards)
+    for model in (build_empty("tiny"), build_model("tiny")):
+        refuses(model, shards, part, device_map=device_map)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "code"])
+def test_a_damaged_pickle_is_one_clear_error_and_runs_nothing(tmp_path, damage):
+    path = tmp_path / "c.bin"
+    save_bin(path, 0)
+    if damage == "code":
+        torch.save({"weight": print}, path)
+    else:
+        path.write_bytes(path.read_bytes()[:200] if damage == "truncated" else b"x" * 300)
+    refuses(empty_pair(), path, "c.bin", offload_folder=tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "truncated", "touched"])
+def test_a_file_that_changes_while_the_model_runs_is_named(shards, expected, how):
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), shards, {"": "disk", "encoder.layers.0": "cpu"})
+    assert torch.equal(call(model, IDS), expected)
+    kept = {path: path.read_bytes() for path in shards.iterdir()}
+    times = {path: path.stat() for path in shards.iterdir()}
+    for path in shards.glob("*.safetensors"):
+        if how in ("deleted", "replaced"):
+            path.unlink()
+        if how in ("replaced", "truncated"):
+            path.write_bytes(kept[path][: -100 if how == "truncated" else None])
+        if how == "touched":
+            os.utime(path, ns=(1, 1))
+    with pytest.raises(CheckpointError, match="cannot read .*weight: .*safetensors has changed or is gone"):
+        call(model, IDS)
+    assert all(isinstance(t, Parked) for n, t in named_tensors(model) if "layers.0" not in n)
+    if how == "touched":  # as it was again, the model runs again
+        for path, status in times.items():
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert torch.equal(call(model, IDS), expected)
+
+
+def test_a_full_disk_while_offloading_leaves_nothing(tmp_path, monkeypatch):
+    save_bin(tmp_path / "c.bin", 0)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    folder = tmp_path / "o"
+    refuses(empty_pair(), tmp_path / "c.bin", "No space left", "Free some space", error=OSError, offload_folder=folder)
+    assert not folder.exists()
+    model = nn.Linear(2, 2)
+    before = snapshot(model)
+    with pytest.raises(OSError, match="No space left"):
+        disk_offload(model, folder)
+    assert snapshot(model) == before and not any_hook(model) and not list(tmp_path.glob(".*"))
+
+
+def test_whatever_stops_a_load_leaves_the_model_as_it_was(shards, monkeypatch):
+    read, count = step07.load_offloaded_weight, []
+
+    def stops(*args):
+        count.append(1)
+        if len(count) == 60:
+            raise KeyboardInterrupt
+        return read(*args)
+
+    monkeypatch.setattr(step07, "load_offloaded_weight", stops)
+    for model in (build_empty("tiny"), build_model("tiny")):
+        count.clear()
+        refuses(model, shards, device_map={"": "cpu", "classifier": "disk"}, error=KeyboardInterrupt)
+    monkeypatch.undo()
+    monkeypatch.setattr(step07, "dispatch_model", lambda model, *args, **options: 1 / 0)
+    refuses(build_empty("tiny"), shards, error=ZeroDivisionError)
+
+
+def test_a_dispatched_model_is_not_loaded_into(shards, expected):
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), shards, ALL)
+    for load in (load_checkpoint_and_dispatch, load_checkpoint_in_model):
+        with pytest.raises(ValueError, match=r"undispatch\(model\) first"):
+            load(model, shards, ALL)
+    with pytest.raises(ValueError, match=r"undispatch\(model\) first"):
+        disk_offload(model, shards.parent / "o")
+    assert torch.equal(call(model, IDS), expected) and not (shards.parent / "o").exists()
+
+
+def test_maps_that_cannot_be_honoured_are_refused(shards):
+    for device_map, part in [
+        ({"encoder": "disk"}, "classifier.weight has no device"), ({"": 99}, "device 99 does not exist here"),
+        ({"": "nowhere"}, "is not a device"), ({"": "disk", "ghost": 0}, "'ghost' names nothing"),
+        ({"": "disk", "encoder.layers.0.linear1.weight": 0}, "must be on one device"),
+    ]:  # fmt: skip
+        refuses(build_empty("tiny"), shards, part, device_map=device_map, error=ValueError)
+    with pytest.raises(ValueError, match="'automatic' is unknown"):
+        load_checkpoint_and_dispatch(build_empty("tiny"), shards, "automatic")
+
+
+def test_a_meta_buffer_that_no_checkpoint_holds_is_refused(tmp_path):
+    def build():
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_buffer("table", torch.ones(2), persistent=False)
+        return model
+
+    save_sharded_checkpoint(build().state_dict(), tmp_path / "c")
+    with init_empty_weights(include_buffers=True):
+        model = build()
+    for strict in (True, False):
+        refuses(model, tmp_path / "c", "not filled: table", strict=strict)
+
+
+# --- a writer that is killed
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from step07_disk_offload.disk_offload import *
+folder = Path(sys.argv[1])
+print("ready", flush=True)
+while True:
+    for value in (1.0, 2.0):
+        weights = {f"w{i}": torch.full((300, 300), value) for i in range(8)}
+        WRITE
+"""
+
+
+@pytest.mark.parametrize(
+    "write",
+    ["save_sharded_checkpoint(weights, folder, '800KB')", "offload_state_dict(folder, weights)"],
+    ids=["checkpoint", "offload"],
+)
+def test_killed_50_times_the_old_or_the_new_checkpoint_is_whole(tmp_path, write):
+    from step02_checkpoint.build_checkpoint import recover_folder
+
+    folder = tmp_path / "c"
+    code = WRITER.replace("WRITE", write)
+    seen = set()
+    # One process is forked per kill from a warm parent: importing PyTorch 50 times would take minutes.
+    code = code.replace(
+        "while True:", "import os, random, signal, time\nfor kill in range(50):\n  pid = os.fork()\n  while pid == 0:"
+    )
+    body, tail = code.split("  while pid == 0:\n")
+    tail = "".join(f"  {line}\n" for line in tail.splitlines())
+    code = body + "  while pid == 0:\n" + tail + (
+        "  time.sleep(random.Random(kill).uniform(0.005, 0.2))\n"
+        "  os.kill(pid, signal.SIGKILL)\n  os.waitpid(pid, 0)\n  print(kill, flush=True)\n  input()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "ready\n"
+    for kill in range(50):
+        assert child.stdout.readline() == f"{kill}\n"
+        recover_folder(folder)
+        if folder.exists():
+            weights = dict(OffloadedWeightsLoader(save_folder=folder))
+            values = {value for tensor in weights.values() for value in tensor.unique().tolist()}
+            assert len(weights) == 8 and len(values) == 1, "neither the old nor the new one"
+            seen |= values
+            del weights
+        child.stdin.write("\n")
+        child.stdin.flush()
+    assert child.wait(timeout=30) == 0 and seen == {1.0, 2.0}
+    save_sharded_checkpoint({"w": torch.ones(1)}, tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]  # and the next writer sweeps up
+
+
+# --- fuzzed files
+
+
+def good_file():
+    return {"w": torch.arange(6.0).reshape(2, 3), "b": torch.arange(3, dtype=torch.int16), "s": torch.tensor(True)}
+
+
+def opens_right_or_is_refused(path):
+    """Open a file that may be damaged: an error of ours, or what the library reads from it."""
+    try:
+        stored = OffloadedWeightsLoader(save_folder=path)
+        values = {name: tensor.clone() for name, tensor in stored.items()}
+    except CheckpointError:
+        return
+    library = safetensors.torch.load_file(path)
+    assert values.keys() == library.keys()
+    assert all(values[n].shape == library[n].shape and same_bits(values[n], library[n]) for n in values)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_fuzzed_file_is_read_right_or_refused(data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        content = bytearray(safetensors.torch.save(good_file(), {"format": "pt"}))
+        for _ in range(data.draw(st.integers(1, 4))):
+            at = data.draw(st.integers(0, len(content) - 1))
+            kind = data.draw(st.sampled_from(["flip", "cut", "insert", "length"]))
+            if kind == "flip":
+                content[at] = data.draw(st.integers(0, 255))
+            elif kind == "cut":
+                del content[at : at + data.draw(st.integers(1, 40))]
+            elif kind == "insert":
+                content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+            else:
+                content[:8] = struct.pack("<Q", data.draw(st.integers(0, 2**64 - 1)))
+            content = content or bytearray(b"\0")
+        path.write_bytes(content)
+        opens_right_or_is_refused(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "I16", "BOOL", "F4", "F8_E8M0", "C64", "NONE", "", 3]) | JSON,
+        "shape": st.lists(st.integers(-1, 4) | st.just(2**63), max_size=3) | JSON,
+        "data_offsets": st.lists(st.integers(-1, 40) | st.just(2**63), min_size=2, max_size=2) | JSON,
+        "more": JSON,
+    },
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(header=st.dictionaries(st.sampled_from(["w", "b", "", "__metadata__"]), ENTRY | JSON, max_size=3) | JSON,
+       data=st.binary(max_size=48))  # fmt: skip
+def test_a_made_up_header_is_read_right_or_refused(header, data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        write_raw(path, header, data)
+        opens_right_or_is_refused(path)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(index=st.fixed_dictionaries({}, optional={
+    "weight_map": st.dictionaries(
+        st.sampled_from(["w", "b", "s", "x", ""]),
+        st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "b.safetensors", "", ".", "\0", "x/../a.safetensors"])
+        | JSON, max_size=4) | JSON,
+    "metadata": JSON,
+}) | JSON)  # fmt: skip
+def test_a_made_up_index_is_read_right_or_refused(index):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / INDEX_NAME
+        safetensors.torch.save_file(good_file(), path.parent / "a.safetensors")
+        path.write_text(json.dumps(index))
+        try:
+            stored = OffloadedWeightsLoader(save_folder=path.parent)
+            values = {name: tensor.clone() for name, tensor in stored.items()}
+        except CheckpointError:
+            return
+        assert values.keys() == good_file().keys() or not values
+        assert all(same_bits(values[name], good_file()[name]) for name in values)
+
+
+# --- beside the big libraries
+
+
+TRANSFORMERS_MAPS = {"all on disk": ALL, "all in RAM": {"": "cpu"}, "all on the device": {"": 0}, "planned": None}
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5"])
+@pytest.mark.parametrize("places", [*TRANSFORMERS_MAPS, "mixed"])
+@pytest.mark.parametrize("ours", [True, False], ids=["our checkpoint", "save_pretrained"])
+def test_transformers_models_generate_token_for_token(tmp_path, name, places, ours):
+    torch.manual_seed(0)
+    source, inputs = transformers_model(name)
+    if ours:
+        save_sharded_checkpoint(source.state_dict(), tmp_path, "20KB")
+    else:
+        source.save_pretrained(tmp_path, max_shard_size="20KB")
+    with init_empty_weights():
+        model = type(source)(source.config).eval()
+    model.tie_weights()
+    device_map = TRANSFORMERS_MAPS.get(places)
+    total = sum(p.nbytes for p in source.parameters())
+    if places == "planned":
+        device_map, _ = plan_device_map(model, "sequential", {0: total * 2 // 3, "cpu": total // 3})
+    elif places == "mixed":
+        blocks = [*step07.prefixes("x")[:0], *sorted(find_block_names(model))]
+        device_map = {"": "cpu"} | {block: ("disk", 0)[i % 2] for i, block in enumerate(blocks)}
+    load_checkpoint_and_dispatch(model, tmp_path, device_map)
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs).logits, source(**inputs).logits)
+        if hasattr(source, "generate") and name != "Bert":
+            options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+            ids = inputs["input_ids"]
+            assert torch.equal(model.generate(ids, **options), source.generate(ids, **options))
+    undispatch(model)
+    assert find_tied_parameters(model) == find_tied_parameters(source)
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs).logits, source(**inputs).logits)
+
+
+def find_block_names(model):
+    from step05_device_map.device_map import find_blocks
+
+    return find_blocks(model)
+
+
+def test_from_pretrained_reads_what_our_offloaded_model_saves(tmp_path):
+    source, inputs = transformers_model("Llama")
+    source.save_pretrained(tmp_path / "a")
+    with init_empty_weights():
+        model = type(source)(source.config).eval()
+    model.tie_weights()
+    load_checkpoint_and_dispatch(model, tmp_path / "a", ALL)
+    save_sharded_checkpoint(model.state_dict(), tmp_path / "b", "10KB")
+    shutil.copy(tmp_path / "a" / "config.json", tmp_path / "b")
+    again = type(source).from_pretrained(tmp_path / "b").eval()
+    with torch.inference_mode():
+        assert torch.equal(again(**inputs).logits, source(**inputs).logits)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("size", ["200KB", "10MB"])
+def test_we_read_what_accelerate_saves(tmp_path, plain, expected, safe, size):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator().save_model(build_model("tiny"), tmp_path / "c", size, safe_serialization=safe)
+    device_map = {"": "disk", "encoder.layers.0": "cpu", "classifier": 0}
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), tmp_path / "c", device_map, offload_folder=tmp_path / "o")
+    assert torch.equal(call(model, IDS), expected)
+
+
+def test_accelerate_runs_what_we_save(tmp_path, plain, expected, shards):
+    accelerate = pytest.importorskip("accelerate")
+    options = {"offload_folder": tmp_path / "o", "preload_module_classes": ["TransformerEncoderLayer"]}
+    model = accelerate.load_checkpoint_and_dispatch(build_empty("tiny"), str(shards), {"": "cpu"}, **options)
+    assert torch.equal(call(model, IDS), expected)
+    torch.save(plain.state_dict(), tmp_path / "c.bin")
+    load_checkpoint_and_dispatch(build_empty("tiny"), tmp_path / "c.bin", ALL, offload_folder=tmp_path / "ours")
+    theirs = accelerate.load_checkpoint_and_dispatch(build_empty("tiny"), str(tmp_path / "ours"), {"": "cpu"}, **options)
+    assert torch.equal(call(theirs, IDS), expected)
+
+
+# --- the command
+
+
+def test_the_command(course):
+    result = course.run(7)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    seven = facts(result.stdout)
+    assert seven["missing_keys"] == seven["unexpected_keys"] == "[]" and seven["logits_equal"] == "True"
+    assert set(seven[key] for key in seven if key.startswith("device_map[")) == {"0", "cpu", "disk"}
+    assert seven["peak_resident_bytes"] == seven["forecast_peak_bytes_0"]
+    assert "encoder.layers.1: disk -> cpu -> disk bytes=199936" in result.stdout.splitlines()
+    folder = course.artifacts / "tiny_transformer"
+    for arguments in (["--max-memory", "0=240000", "cpu=0"], ["--checkpoint", str(folder)]):
+        assert facts(course.run(7, *arguments).stdout)["logits_equal"] == "True"
+    refused = course.run(7, "--max-memory", "0=100KB", "cpu=100KB", "disk=0")
+    assert refused.returncode == 1 and "have no place" in refused.stderr and "Traceback" not in refused.stderr
+    missing = course.run(7, "--checkpoint", "nowhere")
+    assert missing.returncode == 1 and "nowhere does not exist" in missing.stderr and "Traceback" not in missing.stderr
