@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev  ## check everything: style, tests, every notebook 
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS)
 
-notebooks: $(VENV)/.installed  ## refresh the notebooks from the scripts and execute them
+notebooks: $(VENV)/.installed-dev  ## refresh the notebooks from the scripts and execute them
 	$(BIN)/python tests/sync_notebooks.py $(NOTEBOOKS)
 
 bench: $(VENV)/.installed-dev  ## time planning beside Accelerate

@@ -45,6 +45,25 @@ def peak_bars(peaks: dict[str, dict], size_mb: float, title: str) -> plt.Figure:
     return figure
 
 
+def rss_curves(ways: dict[str, dict], levels: dict[str, float], title: str) -> plt.Figure:
+    """Draw the memory of several processes over time, in MiB, and dashed levels to compare them with.
+
+    `ways` maps a way to what step 3's `measure_rss` returns for it.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4))
+    for (way, growth), colour, style in zip(ways.items(), GPU_COLOURS[0::4], ("-", "--"), strict=False):
+        seconds, mb = zip(*growth["curve"], strict=True)
+        axes.plot(seconds, mb, style, color=colour, linewidth=2, label=f"{way}: peak {growth['peak_mb']:.0f} MiB")
+    last = max(growth["curve"][-1][0] for growth in ways.values())
+    for name, level in levels.items():
+        axes.axhline(level, color=COLOURS["bound"], linestyle=":", linewidth=1)
+        axes.text(last, level, name, ha="right", va="bottom", fontsize=10)
+    axes.set(title=title, xlabel="time (s)", ylabel="RSS above the imports (MiB)", ylim=(0, None), xlim=(0, None))
+    figure.legend(loc="lower center", ncols=2, frameon=False, fontsize=10)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    return figure
+
+
 def device_colour(device: int | str) -> str:
     """Give each device the colour that it has in every figure."""
     return GPU_COLOURS[device % len(GPU_COLOURS)] if isinstance(device, int) else COLOURS[device]

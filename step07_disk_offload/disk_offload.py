@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import mmap
-import os
 from collections import namedtuple
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -61,7 +60,7 @@ def describe(file: Path | str) -> dict[str, dict]:
 
 def identity(file: Path | str) -> tuple[int, int, int]:
     """Say what tells a file from a later one in its place: size, time of change, and number on the disk."""
-    status = os.stat(file)
+    status = Path(file).stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
@@ -72,20 +71,18 @@ def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.T
     Raises CheckpointError when the file has changed or is gone since the entry was made.
     """
     begin, end = weight_info["bytes"]
-    page = begin - begin % mmap.ALLOCATIONGRANULARITY  # a mapping begins at a whole page
+    page, pages = begin - begin % mmap.ALLOCATIONGRANULARITY, b""  # a mapping begins at a whole page
     try:
-        changed = identity(weight_file) != weight_info["seen"]
-        with open(weight_file, "rb") as stream:
-            pages = mmap.mmap(stream.fileno(), end - page, access=mmap.ACCESS_COPY, offset=page) if end > begin else b""
+        if identity(weight_file) != weight_info["seen"]:
+            raise FileNotFoundError("another file is in its place")
+        with Path(weight_file).open("rb") as stream:
+            if end > begin:
+                pages = mmap.mmap(stream.fileno(), end - page, access=mmap.ACCESS_COPY, offset=page)
     except (OSError, ValueError) as error:
-        changed, pages = error, b""
-    if changed:
         what = f"{relative(weight_file)} has changed or is gone since the model was loaded"
-        raise CheckpointError(f"cannot read {weight_info['weight_name']}: {what}; load the model again")
+        raise CheckpointError(f"cannot read {weight_info['weight_name']}: {what}; load the model again") from error
     dtype, shape = weight_info["dtype"], weight_info["shape"]
-    if not pages:
-        return torch.empty(shape, dtype=dtype)
-    values = torch.frombuffer(pages, dtype=dtype, offset=begin - page)
+    values = torch.frombuffer(pages, dtype=dtype, offset=begin - page) if pages else torch.empty(0, dtype=dtype)
     if values.numel() != math.prod(shape):  # two numbers of four bits lie in one byte
         shape = [*shape[:-1], shape[-1] // 2]
     return values.reshape(shape)
@@ -165,7 +162,6 @@ class OffloadedWeightsLoader(Mapping):
     def __len__(self) -> int:
         return len({**self.state_dict, **self.index})
 
-
     def only(self, names) -> "OffloadedWeightsLoader":
         """Take some of the weights, without reading them."""
         taken = ({name: part[name] for name in names if name in part} for part in (self.state_dict, self.index))
@@ -232,26 +228,27 @@ def fingerprint(files: set[Path], dtypes: dict[str, torch.dtype]) -> str:
     """Compute what tells one source from another: the bytes of its files, and what is taken from them."""
     digest = hashlib.sha256(repr(sorted(dtypes.items(), key=str)).encode())
     for file in sorted(files):
-        with open(file, "rb") as stream:
+        with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
 
 def keep_on_disk(
-    stored: OffloadedWeightsLoader, sources: dict, dtypes: dict, offload_folder: Path | None
+    stored: OffloadedWeightsLoader, sources: dict, dtypes: dict, device_map: dict, offload_folder: Path | None
 ) -> OffloadedWeightsLoader:
     """Say where what stays on disk is read: in the checkpoint itself, or else in the offload folder.
 
-    `sources` and `dtypes` are for the model's names. Raises CheckpointError, with the modules' names, when a
+    `sources` and `dtypes` are for the model's names. Raises CheckpointError, with the entries of the map, when a
     folder is needed and none was given.
     """
     kept = {name: stored.index[source] for name, source in sources.items() if source in stored.index}
     kept = {name: entry for name, entry in kept.items() if entry["dtype"] == dtypes[name]}
     rest = {source: dtypes[name] for name, source in sources.items() if name not in kept}
     if rest and offload_folder is None:
-        modules = shorten(sorted({name.rpartition(".")[0] for name in sources.keys() - kept.keys()}))
-        why = "they are converted, or their file is a pickle, and neither can be read piece by piece"
-        raise CheckpointError(f"{modules} are to be on disk, but {why}: give an offload_folder to write them to")
+        entries = {next(p for p in prefixes(name) if p in device_map) for name in sources.keys() - kept.keys()}
+        why = "in a pickle, which cannot be read piece by piece, or in another dtype"
+        mend = "give an offload_folder, to write them to once"
+        raise CheckpointError(f"{shorten(sorted(entries))}: to be read from disk, but stored {why}; {mend}")
     if rest:
         source = fingerprint({stored.files[name] for name in rest}, rest)
         if origin(offload_folder) != source:
@@ -298,7 +295,7 @@ def stream_checkpoint(
         raise ValueError(f"dtype={dtype} would turn weights into whole numbers; give one like 'float16'")
     dtypes = {n: to_dtype(dtype) if dtype and t.is_floating_point() else t.dtype for n, t in wanted.items()}
     check_fit(model, stored, stored.files, sources, strict)
-    weights, made = keep_on_disk(stored, on_disk, dtypes, offload_folder), {}
+    weights, made = keep_on_disk(stored, on_disk, dtypes, device_map, offload_folder), {}
     order = sorted(sources, key=on_disk.__contains__)  # of tied names, one that is not on disk decides
     with torch.no_grad(), entered(None):  # also inside init_empty_weights, what is set here is real
         for name in tqdm(order, desc="weights", unit="tensor", disable=None):

@@ -46,6 +46,30 @@ WRONG = {
         "    return sum(event.bytes for event in happened.events)",
         "each block counts once",
     ),
+    ("disk_offload", 1): (
+        "def read_tensor(file, name):\n"
+        "    content = file.read_bytes()\n"
+        "    entry = json.loads(content[8 : 8 + struct.unpack('<Q', content[:8])[0]])[name]\n"
+        "    begin, end = entry['data_offsets']\n"
+        "    dtype = DTYPES[entry['dtype']]\n"
+        "    return torch.frombuffer(bytearray(content[begin:end]), dtype=dtype).view(entry['shape'])",
+        "count from the end of the header",
+    ),
+    ("disk_offload", 2): (
+        "def disk_bytes(model, device_map):\n"
+        "    devices = resolve_device_map(model, device_map)\n"
+        "    return sum(tensor.nbytes for name, tensor in named_tensors(model) if devices[name] != 0)",
+        "only 'disk' is read",
+    ),
+    ("disk_offload", 3): (
+        "class Cached(Cached):\n"
+        "    def __getitem__(self, name):\n"
+        "        self.kept[name] = value = self.kept.pop(name) if name in self.kept else self.weights[name].clone()\n"
+        "        while sum(tensor.nbytes for tensor in self.kept.values()) > self.limit:\n"
+        "            del self.kept[next(iter(self.kept))]\n"
+        "        return value",
+        "thrown out just before it was needed",
+    ),
 }
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT, facts
 
-STEPS = (1, 2, 3, 4, 5, 6)
+STEPS = (1, 2, 3, 4, 5, 6, 7)
 
 
 def test_in_order_from_the_root_without_a_home_folder(course):

@@ -1,4 +1,4 @@
-"""Step 7: a model from its checkpoint under any map gives the plain model's values, bit for bit, or one clear error."""
+"""Step 7: a model from its checkpoint, under any map, gives the plain model's values, or one clear error."""
 
 import copy
 import itertools
@@ -92,8 +92,8 @@ def refuses(model, checkpoint, *parts, device_map=ALL, error=CheckpointError, lo
 
 UNUSUAL = {
     "bfloat16": torch.randn(3, 2).bfloat16(), "scalar": torch.tensor(2.5), "transposed": torch.randn(2, 3).T,
-    "empty": torch.zeros(0, 3), "float8": torch.randn(4).to(torch.float8_e4m3fn), "bool": torch.tensor([True, False]),
-    "int64": torch.tensor([2**60, -1]), "complex64": torch.randn(2, dtype=torch.complex64), "odd": torch.ones(3).char(),
+    "empty": torch.zeros(0, 3), "float8": torch.randn(4).to(torch.float8_e4m3fn), "bool": torch.ones(2) > 0,
+    "int64": torch.tensor([2**60, -1]), "complex64": torch.randn(2, dtype=torch.complex64), "odd": torch.ones(3) > 2,
     "nan": torch.tensor([float("nan"), -0.0]), "half": torch.randn(5).half(), "double": torch.randn(1).double(),
     "uint16": torch.tensor([1, 65535], dtype=torch.uint16), "sliced": torch.randn(4, 4)[1:3, ::2],
     "conjugate": torch.randn(2, dtype=torch.complex64).conj(), "parameter": nn.Parameter(torch.randn(2)),
@@ -285,7 +285,9 @@ def test_without_a_map_real_weights_are_filled_in_place(shards, plain):
         [parameter.zero_() for parameter in model.parameters()]
     before = dict(named_tensors(model))
     assert load_checkpoint_in_model(model, shards) == ([], [])
-    assert all(before[name] is t and torch.equal(t, dict(named_tensors(plain))[name]) for name, t in named_tensors(model))
+    assert all(
+        before[name] is t and torch.equal(t, dict(named_tensors(plain))[name]) for name, t in named_tensors(model)
+    )
 
 
 def test_the_two_parts_can_be_called_apart(shards, expected):
@@ -304,7 +306,9 @@ def test_only_what_is_on_disk_is_there_and_it_is_let_go(shards):
     assert [event.kind for event in happened.events if event.block == "encoder.layers.1"] == [
         "bring", "run", "drop", "end",
     ]  # fmt: skip
-    assert {e.source for e in happened.events if e.block == "encoder.layers.1"} == {"disk"} and happened.now == 637192 - 199936
+    assert {e.source for e in happened.events if e.block == "encoder.layers.1"} == {
+        "disk"
+    } and happened.now == 637192 - 199936
 
 
 def test_auto_plans_with_the_dtype_and_the_blocks_of_the_caller(shards, tmp_path):
@@ -351,16 +355,18 @@ X = torch.randn(3, 4, generator=torch.manual_seed(3))
 
 def test_the_error_says_which_modules_need_an_offload_folder(tmp_path):
     save_bin(tmp_path / "c.bin", 0)
-    refuses(empty_pair(), tmp_path / "c.bin", "1 are to be on disk", "offload_folder", device_map={"0": 0, "1": "disk"})
+    refuses(
+        empty_pair(), tmp_path / "c.bin", "1: to be read from disk", "offload_folder", device_map={"0": 0, "1": "disk"}
+    )
     model = empty_pair()
     save_sharded_checkpoint(save_bin(tmp_path / "c.bin", 0).state_dict(), tmp_path / "c")
-    refuses(model, tmp_path / "c", "0, 1 are to be on disk, but they are converted", dtype="float16")
+    refuses(model, tmp_path / "c", "the model: to be read from disk, but stored", "in another dtype", dtype="float16")
 
 
 def test_a_folder_of_another_source_is_never_used(tmp_path):
     checkpoint, folder = tmp_path / "c.bin", tmp_path / "offload"
     one = save_bin(checkpoint, 1)
-    status = os.stat(checkpoint)
+    status = checkpoint.stat()
     for _ in range(2):
         model = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
         assert torch.equal(call(model, X), call(one, X))
@@ -444,7 +450,12 @@ def test_l1_l6_everything_wrong_is_in_one_error_and_nothing_changes(tmp_path, de
     with torch.device(device):
         model = Two()
     checkpoint = tmp_path / ("c.bin" if form == "bin" else "c")
-    shapes = ["l2.weight is [7, 4] in", "the model wants [5, 4]", "l1.bias is [9]", "c.bin" if form == "bin" else "model-"]
+    shapes = [
+        "l2.weight is [7, 4] in",
+        "the model wants [5, 4]",
+        "l1.bias is [9]",
+        "c.bin" if form == "bin" else "model-",
+    ]
     strict = ["missing: l3.bias", "unexpected: surplus"]
     for load in (load_checkpoint_and_dispatch, load_checkpoint_in_model):
         refuses(model, checkpoint, *shapes, *strict, device_map=device_map, load=load, strict=True)
@@ -534,7 +545,9 @@ with init_empty_weights():
         "torch.save(model.state_dict(), folder / 'c.bin')\n"
         f"torch.save(model(torch.ones(1, {wide})), folder / 'out.pt')\n"
     )
-    subprocess.run([sys.executable, "-c", script + "torch.set_grad_enabled(False)\ntorch.manual_seed(0)\n" + build], check=True)
+    subprocess.run(
+        [sys.executable, "-c", script + "torch.set_grad_enabled(False)\ntorch.manual_seed(0)\n" + build], check=True
+    )
     weight = wide * wide * 4 / 2**20
     device_map = "{**{str(i): 'cpu' for i in range(2)}, **{str(i): 'disk' for i in range(2, 8)}}"
     load = f"load_checkpoint_and_dispatch(model, folder / 'c', {device_map})"
@@ -581,7 +594,9 @@ def test_l7_dtype_converts_floats_and_nothing_else_with_and_without_a_map(tmp_pa
     torch.save(source.state_dict(), tmp_path / "c.pt")
     right = copy.deepcopy(source).to(step07.to_dtype(dtype))
     maps = [None, {"": 0}, {"": "cpu"}, ALL, {"": 0, "linear": "disk"}]
-    for checkpoint, device_map, build, buffers in itertools.product(["c", "c.pt"], maps, ["meta", "real"], [False, True]):
+    for checkpoint, device_map, build, buffers in itertools.product(
+        ["c", "c.pt"], maps, ["meta", "real"], [False, True]
+    ):
         with init_empty_weights() if build == "meta" else torch.device("cpu"):
             model = Kinds().eval()
         options = {"dtype": dtype, "offload_folder": tmp_path / "offload", "offload_buffers": buffers}
@@ -611,7 +626,11 @@ def test_an_unknown_dtype_is_refused_before_anything_changes(shards, dtype):
 class Tied(nn.Module):
     def __init__(self, vocab=16, hidden=8):
         super().__init__()
-        self.emb, self.mid, self.lm_head = nn.Embedding(vocab, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, vocab)
+        self.emb, self.mid, self.lm_head = (
+            nn.Embedding(vocab, hidden),
+            nn.Linear(hidden, hidden),
+            nn.Linear(hidden, vocab),
+        )
         self.lm_head.weight = self.emb.weight
 
     def forward(self, ids):
@@ -967,6 +986,7 @@ while True:
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks the writers from one process that has imported PyTorch")
 @pytest.mark.parametrize(
     "write",
     ["save_sharded_checkpoint(weights, folder, '800KB')", "offload_state_dict(folder, weights)"],
@@ -984,9 +1004,14 @@ def test_killed_50_times_the_old_or_the_new_checkpoint_is_whole(tmp_path, write)
     )
     body, tail = code.split("  while pid == 0:\n")
     tail = "".join(f"  {line}\n" for line in tail.splitlines())
-    code = body + "  while pid == 0:\n" + tail + (
-        "  time.sleep(random.Random(kill).uniform(0.005, 0.2))\n"
-        "  os.kill(pid, signal.SIGKILL)\n  os.waitpid(pid, 0)\n  print(kill, flush=True)\n  input()\n"
+    code = (
+        body
+        + "  while pid == 0:\n"
+        + tail
+        + (
+            "  time.sleep(random.Random(kill).uniform(0.005, 0.2))\n"
+            "  os.kill(pid, signal.SIGKILL)\n  os.waitpid(pid, 0)\n  print(kill, flush=True)\n  input()\n"
+        )
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -1079,7 +1104,8 @@ def test_a_made_up_header_is_read_right_or_refused(header, data):
 @given(index=st.fixed_dictionaries({}, optional={
     "weight_map": st.dictionaries(
         st.sampled_from(["w", "b", "s", "x", ""]),
-        st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "b.safetensors", "", ".", "\0", "x/../a.safetensors"])
+        st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "b.safetensors", "", ".", "\0",
+                         "x/../a.safetensors"])
         | JSON, max_size=4) | JSON,
     "metadata": JSON,
 }) | JSON)  # fmt: skip
@@ -1162,7 +1188,9 @@ def test_we_read_what_accelerate_saves(tmp_path, plain, expected, safe, size):
     accelerate = pytest.importorskip("accelerate")
     accelerate.Accelerator().save_model(build_model("tiny"), tmp_path / "c", size, safe_serialization=safe)
     device_map = {"": "disk", "encoder.layers.0": "cpu", "classifier": 0}
-    model = load_checkpoint_and_dispatch(build_empty("tiny"), tmp_path / "c", device_map, offload_folder=tmp_path / "o")
+    model = load_checkpoint_and_dispatch(
+        build_empty("tiny"), tmp_path / "c", device_map, offload_folder=tmp_path / "o"
+    )
     assert torch.equal(call(model, IDS), expected)
 
 
@@ -1173,7 +1201,9 @@ def test_accelerate_runs_what_we_save(tmp_path, plain, expected, shards):
     assert torch.equal(call(model, IDS), expected)
     torch.save(plain.state_dict(), tmp_path / "c.bin")
     load_checkpoint_and_dispatch(build_empty("tiny"), tmp_path / "c.bin", ALL, offload_folder=tmp_path / "ours")
-    theirs = accelerate.load_checkpoint_and_dispatch(build_empty("tiny"), str(tmp_path / "ours"), {"": "cpu"}, **options)
+    theirs = accelerate.load_checkpoint_and_dispatch(
+        build_empty("tiny"), str(tmp_path / "ours"), {"": "cpu"}, **options
+    )
     assert torch.equal(call(theirs, IDS), expected)
 
 
@@ -1185,7 +1215,7 @@ def test_the_command(course):
     assert result.returncode == 0 and result.stderr == "", result.stderr
     seven = facts(result.stdout)
     assert seven["missing_keys"] == seven["unexpected_keys"] == "[]" and seven["logits_equal"] == "True"
-    assert set(seven[key] for key in seven if key.startswith("device_map[")) == {"0", "cpu", "disk"}
+    assert {seven[key] for key in seven if key.startswith("device_map[")} == {"0", "cpu", "disk"}
     assert seven["peak_resident_bytes"] == seven["forecast_peak_bytes_0"]
     assert "encoder.layers.1: disk -> cpu -> disk bytes=199936" in result.stdout.splitlines()
     folder = course.artifacts / "tiny_transformer"
