@@ -210,14 +210,14 @@ def storable_tensor(tensor: torch.Tensor, dtype=None, uses: Counter | None = Non
 
 
 def save_sharded_checkpoint(
-    state_dict: Mapping, folder: Path, max_shard_size: int | str = "100MB", dtypes: dict | None = None, **marks: str
+    state_dict: Mapping, folder: Path, max_shard_size: int | str = "100MB", dtypes: dict | None = None
 ) -> dict:
     """Write a state dict as `model-00001-of-0000N.safetensors` files and an index; returns the index.
 
     The index has `weight_map` (tensor name -> file) and `metadata.total_size` (bytes). A tensor with several
     names (tied weights) is written once, under its first name; each other name is in the header of that file,
     as `safetensors.torch.save_model` records it: `__metadata__[alias] = name`. The tensors that `dtypes` names are
-    converted while their shard is written; `marks` go into the index's metadata.
+    converted while their shard is written.
     An older checkpoint in `folder` is replaced as a whole; other files there are kept. In memory there is
     never more than the state dict and one shard. The form is Hugging Face's own: Transformers and Accelerate
     read it.
@@ -232,7 +232,8 @@ def save_sharded_checkpoint(
         problems.append(f"max_shard_size={max_shard_size!r} leaves no room for a tensor")
     if problems:
         raise CheckpointError(f"cannot save to {relative(folder)}:\n  " + "\n  ".join(problems))
-    aliases, dtypes, weight_map = find_aliases(tensors), dtypes or {}, {}
+    dtypes, weight_map = dtypes or {}, {}
+    aliases = {a: n for a, n in find_aliases(tensors).items() if dtypes.get(a) == dtypes.get(n) and a != "format"}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     sizes = {name: tensor.numel() * dtypes.get(name, tensor.dtype).itemsize for name, tensor in stored.items()}
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in stored.values())
@@ -249,7 +250,7 @@ def save_sharded_checkpoint(
                 partial / file, metadata={"format": "pt", **here},
             )  # fmt: skip
             weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": sum(sizes.values()), **marks}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2))
         for file in set(weight_map.values()):  # safetensors makes files that only their owner can read
             shutil.copymode(partial / INDEX_NAME, partial / file)
@@ -301,10 +302,13 @@ def read_index(index_file: Path) -> dict[str, Path]:
         raise CheckpointError(f"{relative(index_file)} has no `weight_map` from tensor names to file names")
     problems = []
     for file in sorted(set(weight_map.values())):
-        if "\0" in file or not (folder / file).resolve().is_relative_to(folder.resolve()):
-            problems.append(f"{file!r} lies outside the checkpoint's folder; refused")
-        elif not (folder / file).is_file():
-            problems.append(f"{file!r} is absent")
+        try:
+            if not (folder / file).resolve().is_relative_to(folder.resolve()):
+                problems.append(f"{file!r} lies outside the checkpoint's folder; refused")
+            elif not (folder / file).is_file() or file.endswith(".json"):
+                problems.append(f"{file!r} is absent")
+        except (OSError, ValueError, RuntimeError) as error:  # too long, not a name at all, a circle of links
+            problems.append(f"{file!r} cannot be looked for ({error}); refused")
     if problems:
         raise CheckpointError(f"{relative(index_file)} names files that cannot be read: {'; '.join(problems)}")
     return {name: folder / file for name, file in weight_map.items()}

@@ -480,7 +480,7 @@ class OffloadTrace:
     def __enter__(self):
         self.hooks = [hook for module in self.model.modules() for hook in align_hooks(module)]
         devices = [torch.device(hook.execution_device) for hook in self.hooks if hook.parked]
-        held = {id(t): t.nbytes for _, t in named_tensors(self.model) if t.device in devices}
+        held = {id(t): t.nbytes for _, t in named_tensors(self.model) if t.device in devices or not devices}
         self.now, self.start = sum(held.values()), time.perf_counter()
         OffloadTrace.active.append(self)
         return self

@@ -12,10 +12,13 @@ import hashlib
 import json
 import math
 import mmap
-from collections import namedtuple
+import os
+import threading
+from collections import ChainMap, namedtuple
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import safetensors.torch
 import torch
@@ -24,19 +27,20 @@ from tqdm import tqdm
 
 from step01_model_def.model_def import fixed_sequences, format_bytes, run_script
 from step02_checkpoint.build_checkpoint import (
-    DTYPES, INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file, is_safetensors, load_pt, read_header,
-    read_index, read_json, relative, save_sharded_checkpoint, storable_tensor, tensor_files, unsavable, write_whole,
+    ARTIFACTS, DTYPES, INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file, is_safetensors, load_pt,
+    read_header, read_index, read_json, relative, remove, remove_leftovers, save_sharded_checkpoint, storable_tensor,
+    tensor_files, unsavable, write_whole,
 )  # fmt: skip
 from step03_meta_build.meta_build import dress, entered
 from step04_to_empty_load.load_with_meta import (
-    build_on_meta, check_fit, find_sources, load_strict, named_tensors, names_by_tensor, persistent_tensors,
-    read_checkpoint, run, set_tensor,
+    build_on_meta, check_fit, find_sources, load_strict, named_tensors, names_by_tensor,
+    persistent_tensors, read_checkpoint, run, set_tensor,
 )  # fmt: skip
 from step05_device_map.device_map import (
     forecast, parse_pairs, plan_device_map, prefixes, replay, resolve_device_map, shorten, to_dtype,
 )  # fmt: skip
 from step06_hooks_offload.hooks_offload import (
-    OffloadTrace, any_hook, dispatch_model, real_device, remove_hook_from_submodules,
+    OffloadTrace, any_hook, dispatch_model, real_device, remove_hook_from_module,
 )  # fmt: skip
 
 # --- one weight on disk -----------------------------------------------------------------------------------
@@ -48,7 +52,9 @@ def describe(file: Path | str) -> dict[str, dict]:
     An entry has the names that Accelerate gives it (`safetensors_file`, `weight_name`, `dtype`), and `shape`,
     `bytes` (where they begin and end in the file) and `seen` (what the file was like).
     """
-    seen = identity(file)
+    file = Path(file).absolute()  # it is the same one when the current folder changes
+    with file.open("rb") as stream:
+        seen = identity(stream)
     return {
         name: {
             "safetensors_file": str(file), "weight_name": name, "dtype": DTYPES[entry["dtype"]],
@@ -58,31 +64,44 @@ def describe(file: Path | str) -> dict[str, dict]:
     }  # fmt: skip
 
 
-def identity(file: Path | str) -> tuple[int, int, int]:
-    """Say what tells a file from a later one in its place: size, time of change, and number on the disk."""
-    status = Path(file).stat()
+def identity(stream) -> tuple[int, int, int]:
+    """Say what tells an open file from a later one in its place: size, time of change, number on the disk."""
+    status = os.fstat(stream.fileno())
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.Tensor:
-    """Map the bytes of one tensor into memory; they are read from the disk when something computes with them.
+mapped_files = WeakValueDictionary()  # a file is mapped once, as long as a tensor of it is in use
 
-    `weight_info` is its entry of an index. The memory is private: what is written to it never reaches the file.
-    Raises CheckpointError when the file has changed or is gone since the entry was made.
+
+def map_file(file: Path | str, seen: tuple) -> mmap.mmap:
+    """Map a file into memory: a page of it is read when something touches it. What is written stays private.
+
+    Raises OSError when the file is gone, or is not the one that was seen.
     """
-    begin, end = weight_info["bytes"]
-    page, pages = begin - begin % mmap.ALLOCATIONGRANULARITY, b""  # a mapping begins at a whole page
+    with Path(file).open("rb") as stream:
+        if identity(stream) != seen:
+            raise FileNotFoundError(f"another file is in the place of {file}")
+        pages = mapped_files.get((file, seen))
+        if pages is None:
+            pages = mapped_files[file, seen] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return pages
+
+
+def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.Tensor:
+    """Give one tensor as a view of its mapped file: its bytes are read when something computes with them.
+
+    `weight_info` is its entry of an index. Raises CheckpointError when the file has changed or is gone since the
+    entry was made.
+    """
+    (begin, end), dtype, shape = weight_info["bytes"], weight_info["dtype"], weight_info["shape"]
     try:
-        if identity(weight_file) != weight_info["seen"]:
-            raise FileNotFoundError("another file is in its place")
-        with Path(weight_file).open("rb") as stream:
-            if end > begin:
-                pages = mmap.mmap(stream.fileno(), end - page, access=mmap.ACCESS_COPY, offset=page)
-    except (OSError, ValueError) as error:
+        pages = map_file(weight_file, weight_info["seen"])
+    except OSError as error:
         what = f"{relative(weight_file)} has changed or is gone since the model was loaded"
         raise CheckpointError(f"cannot read {weight_info['weight_name']}: {what}; load the model again") from error
-    dtype, shape = weight_info["dtype"], weight_info["shape"]
-    values = torch.frombuffer(pages, dtype=dtype, offset=begin - page) if pages else torch.empty(0, dtype=dtype)
+    if begin == end:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    values = torch.frombuffer(pages, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
     if values.numel() != math.prod(shape):  # two numbers of four bits lie in one byte
         shape = [*shape[:-1], shape[-1] // 2]
     return values.reshape(shape)
@@ -93,12 +112,12 @@ def offload_weight(
 ) -> dict[str, dict]:
     """Write one tensor to `{weight_name}.safetensors`, whole or not at all; adds its entry to `index`, returns it.
 
-    Raises CheckpointError for a tensor that cannot be stored, or a name that is no name of a file.
+    Raises CheckpointError for a tensor that cannot be stored, or a name that cannot be a file's.
     """
     file = Path(offload_folder) / f"{weight_name}.safetensors"
     problems = unsavable({weight_name: weight})
-    if file.parent != Path(offload_folder) or "\\" in weight_name or "\0" in weight_name:
-        problems.append(f"{weight_name!r} would lead out of the folder")
+    if weight_name == "model" or file.parent != Path(offload_folder) or {"\\", "\0"} & set(weight_name):
+        problems.append(f"{weight_name!r} would lead out of the folder, or be taken for a checkpoint")
     if problems:
         raise CheckpointError(f"cannot offload to {relative(offload_folder)}: {'; '.join(problems)}")
     with write_whole(file) as partial:
@@ -109,12 +128,27 @@ def offload_weight(
 
 
 def save_offload_index(index: dict[str, dict], offload_folder: Path | str) -> None:
-    """Write which file of a folder holds which weight, beside what an older index says; it is step 2's index."""
-    file = Path(offload_folder) / INDEX_NAME
-    older = {n: f.relative_to(file.parent).as_posix() for n, f in read_index(file).items()} if file.exists() else {}
-    weight_map = older | {name: Path(entry["safetensors_file"]).name for name, entry in index.items()}
-    with write_whole(file) as partial:
-        partial.write_text(json.dumps({"metadata": {"offloaded_from": ""}, "weight_map": weight_map}, indent=2))
+    """Write which file of a folder holds which weight, beside what an older index says; it is step 2's index.
+
+    Raises CheckpointError when a file is not in the folder, or the folder is a checkpoint of its own.
+    """
+    folder = Path(offload_folder).absolute()
+    refuse_checkpoint(folder)
+    files = read_index(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
+    files |= {name: Path(entry["safetensors_file"]) for name, entry in index.items()}
+    outside = [name for name, file in files.items() if not file.is_relative_to(folder)]
+    if outside:
+        raise CheckpointError(f"{shorten(outside)}: in files that are not in {relative(folder)}")
+    weight_map = {name: file.relative_to(folder).as_posix() for name, file in files.items()}
+    with write_whole(folder / INDEX_NAME) as partial:
+        partial.write_text(json.dumps({"metadata": {"offloaded": True}, "weight_map": weight_map}, indent=2))
+
+
+def refuse_checkpoint(folder: Path) -> None:
+    """Raise CheckpointError when a folder holds a checkpoint that is not an offload, and would be lost by one."""
+    index = read_json(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {"metadata": {"offloaded": True}}
+    if (folder / "model.safetensors").exists() or "offloaded" not in index.get("metadata", {}):
+        raise CheckpointError(f"{relative(folder)} holds a checkpoint; give another folder to offload to")
 
 
 # --- many weights, as a mapping ---------------------------------------------------------------------------
@@ -133,39 +167,41 @@ class OffloadedWeightsLoader(Mapping):
     ):
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("give a state_dict, a save_folder or an index")
-        self.state_dict, self.index, self.files = dict(state_dict or {}), {}, {}
-        described = functools.cache(describe)
+        self.state_dict, self.index, self.files = dict(state_dict or {}), dict(index or {}), {}
         if save_folder is not None:
-            start = find_checkpoint_file(save_folder)
-            if is_safetensors(start):
-                self.files, aliases = tensor_files(start)
-                self.files |= {alias: self.files[name] for alias, name in aliases.items()}
-                self.index = {name: described(file)[aliases.get(name, name)] for name, file in self.files.items()}
-            else:
-                self.state_dict = load_pt(start) | self.state_dict
-                self.files = read_index(start) if start.suffix == ".json" else dict.fromkeys(self.state_dict, start)
-        for name, entry in (index or {}).items():
-            found = described(entry["safetensors_file"]) if "bytes" not in entry else {}
-            self.index[name] = found.get(entry.get("weight_name", name), entry)
+            self.open_checkpoint(find_checkpoint_file(save_folder))
+        described = functools.cache(describe)
+        for name in [name for name, entry in self.index.items() if "bytes" not in entry]:
+            file, stored_name = self.index[name]["safetensors_file"], self.index[name].get("weight_name", name)
+            if stored_name not in described(file):
+                raise CheckpointError(f"{name}: {stored_name} is not in {relative(file)}")
+            self.index[name] = described(file)[stored_name]
+        self.weights = ChainMap(self.state_dict, self.index)
+
+    def open_checkpoint(self, start: Path) -> None:
+        """Add what a checkpoint holds; `files` says in which file each weight is."""
+        if is_safetensors(start):
+            self.files, aliases = tensor_files(start)
+            self.files |= {alias: self.files[name] for alias, name in aliases.items()}
+            own_names = {name: aliases.get(name, name) for name in self.files}
+            named = {n: {"safetensors_file": self.files[n], "weight_name": own} for n, own in own_names.items()}
+            self.index = named | self.index
+        else:
+            self.state_dict = load_pt(start) | self.state_dict
+            self.files = read_index(start) if start.suffix == ".json" else dict.fromkeys(self.state_dict, start)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        if key in self.state_dict:
-            return self.state_dict[key]
-        return load_offloaded_weight(self.index[key]["safetensors_file"], self.index[key])
+        found = self.weights[key]
+        return found if isinstance(found, torch.Tensor) else load_offloaded_weight(found["safetensors_file"], found)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.state_dict or key in self.index
+        return key in self.weights
 
     def __iter__(self):
-        return iter({**self.state_dict, **self.index})
+        return iter(self.weights)
 
     def __len__(self) -> int:
-        return len({**self.state_dict, **self.index})
-
-    def only(self, names) -> "OffloadedWeightsLoader":
-        """Take some of the weights, without reading them."""
-        taken = ({name: part[name] for name in names if name in part} for part in (self.state_dict, self.index))
-        return OffloadedWeightsLoader(next(taken), index=next(taken))
+        return len(self.weights)
 
 
 class PrefixedDataset(Mapping):
@@ -190,7 +226,10 @@ def extract_submodules_state_dict(state_dict: Mapping, submodule_names: list[str
 
 
 def load_state_dict(checkpoint_file: Path | str, device_map: dict | None = None) -> dict[str, torch.Tensor]:
-    """Read one checkpoint's tensors, each to the device that a map gives it; the CPU's and the disk's are mapped."""
+    """Read one checkpoint's tensors, each to the device that a map gives it.
+
+    On the CPU they are views of the mapped file: replace it by renaming, never write into it meanwhile.
+    """
     tensors, _ = read_checkpoint(checkpoint_file)
     for name, tensor in tensors.items():
         device = next((device_map[p] for p in prefixes(name) if p in (device_map or {})), "cpu")
@@ -201,61 +240,73 @@ def load_state_dict(checkpoint_file: Path | str, device_map: dict | None = None)
 # --- a folder for what cannot be read where it lies -------------------------------------------------------
 
 
-def offload_state_dict(
-    save_dir: Path | str, state_dict: Mapping, dtypes: dict | None = None, offloaded_from: str = ""
-) -> None:
-    """Write tensors to a folder as a checkpoint, in place of an older offload; whole or not at all.
+def offload_state_dict(save_dir: Path | str, state_dict: Mapping, dtypes: dict | None = None) -> Path:
+    """Write tensors into a folder, converted as `dtypes` says; returns the checkpoint in it that has them.
 
-    One tensor is in memory at a time. `offloaded_from` is the fingerprint of where they come from. Raises
-    CheckpointError when the folder holds a checkpoint that is not an offload, which would be lost.
+    Its name is the fingerprint of what is in it: other weights get another one, so that a model that still reads
+    them is not disturbed; the same weights are not written again. It appears when it is complete. One tensor is in
+    memory at a time. Delete the folder when no model uses it.
+    Raises CheckpointError for tensors that cannot be stored, and for a folder that is a checkpoint of its own.
     """
-    folder = Path(save_dir)
-    if (folder / "model.safetensors").exists() or ((folder / INDEX_NAME).exists() and origin(folder) is None):
-        raise CheckpointError(f"{relative(folder)} holds a checkpoint, which would be replaced; give another folder")
-    save_sharded_checkpoint(state_dict, folder, 1, dtypes, offloaded_from=offloaded_from)
+    folder = Path(save_dir).absolute()
+    refuse_checkpoint(folder)
+    checkpoint = folder / fingerprint(state_dict, dtypes or {})
+    own = checkpoint.with_name(f".{checkpoint.name}.{os.getpid()}.partial")
+    with one_writer:
+        remove_leftovers(checkpoint)
+        try:
+            if not checkpoint.exists():
+                save_sharded_checkpoint(state_dict, own, 1, dtypes)
+                own.rename(checkpoint)
+        except OSError:
+            if not checkpoint.exists():  # another process was faster, and wrote the same
+                raise
+        finally:
+            remove(own)
+        save_offload_index(OffloadedWeightsLoader(save_folder=checkpoint).index, folder)
+    return checkpoint
 
 
-def origin(folder: Path) -> str | None:
-    """Read from which source a folder was offloaded; None where it is no offload folder, or a damaged one."""
-    try:
-        tensor_files(folder)
-        return read_json(Path(folder) / INDEX_NAME)["metadata"].get("offloaded_from")
-    except (CheckpointError, KeyError, TypeError, AttributeError):
-        return None
+one_writer = threading.Lock()  # threads take turns; processes have a partial folder each
 
 
-def fingerprint(files: set[Path], dtypes: dict[str, torch.dtype]) -> str:
-    """Compute what tells one source from another: the bytes of its files, and what is taken from them."""
-    digest = hashlib.sha256(repr(sorted(dtypes.items(), key=str)).encode())
-    for file in sorted(files):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
+def fingerprint(state_dict: Mapping, dtypes: dict[str, torch.dtype]) -> str:
+    """Compute what tells one set of weights from another: names, dtypes, shapes and every byte."""
+    digest = hashlib.sha256()
+    problems = unsavable(state_dict)
+    if problems:
+        raise CheckpointError("cannot offload:\n  " + "\n  ".join(problems))
+    for name in sorted(state_dict):
+        tensor = storable_tensor(state_dict[name])
+        digest.update(repr((name, tensor.dtype, tensor.shape, dtypes.get(name))).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def keep_on_disk(
     stored: OffloadedWeightsLoader, sources: dict, dtypes: dict, device_map: dict, offload_folder: Path | None
-) -> OffloadedWeightsLoader:
-    """Say where what stays on disk is read: in the checkpoint itself, or else in the offload folder.
+) -> dict[str, dict]:
+    """Say where what stays on disk is read, as an index: in the checkpoint itself, or else in the offload folder.
 
     `sources` and `dtypes` are for the model's names. Raises CheckpointError, with the entries of the map, when a
     folder is needed and none was given.
     """
-    kept = {name: stored.index[source] for name, source in sources.items() if source in stored.index}
-    kept = {name: entry for name, entry in kept.items() if entry["dtype"] == dtypes[name]}
-    rest = {source: dtypes[name] for name, source in sources.items() if name not in kept}
+    index = {name: stored.index.get(source) for name, source in sources.items()}
+    rest = [name for name, entry in index.items() if entry is None or entry["dtype"] != dtypes[name]]
     if rest and offload_folder is None:
-        entries = {next(p for p in prefixes(name) if p in device_map) for name in sources.keys() - kept.keys()}
+        entries = {next(p for p in prefixes(name) if p in device_map) for name in rest}
         why = "in a pickle, which cannot be read piece by piece, or in another dtype"
         mend = "give an offload_folder, to write them to once"
         raise CheckpointError(f"{shorten(sorted(entries))}: to be read from disk, but stored {why}; {mend}")
     if rest:
-        source = fingerprint({stored.files[name] for name in rest}, rest)
-        if origin(offload_folder) != source:
-            offload_state_dict(offload_folder, stored.only(rest), rest, source)
-        written = OffloadedWeightsLoader(save_folder=offload_folder).index
-        kept |= {name: written[s] for name, s in sources.items() if name not in kept}
-    return OffloadedWeightsLoader(index=kept)
+        first = {sources[name]: name for name in reversed(rest)}  # tied names have one source
+        tensors = OffloadedWeightsLoader(
+            {name: stored.state_dict[source] for source, name in first.items() if source in stored.state_dict},
+            index={name: stored.index[source] for source, name in first.items() if source in stored.index},
+        )
+        written = OffloadedWeightsLoader(save_folder=offload_state_dict(offload_folder, tensors, dtypes))
+        index |= {name: written.index[first[sources[name]]] for name in rest}
+    return index
 
 
 # --- the pipeline -----------------------------------------------------------------------------------------
@@ -265,48 +316,72 @@ Keys = namedtuple("Keys", "missing_keys unexpected_keys")
 
 @contextmanager
 def unchanged_on_error(model: nn.Module):
-    """Give a model back its tensors, and no hooks, when what is done in this context fails."""
+    """Give a model back its tensors and hooks when what is done in this context fails.
+
+    What is made in it is real and may be trained, also inside `init_empty_weights` and `inference_mode`.
+    """
     if any_hook(model):
         raise ValueError("the model is dispatched already; undispatch(model) first")
-    before = named_tensors(model)
+    tensors, hooks = named_tensors(model), {module: vars(module).get("_hf_hook") for module in model.modules()}
     try:
-        yield
+        with torch.inference_mode(False), torch.no_grad(), entered(None):
+            yield
     except BaseException:
-        remove_hook_from_submodules(model)
-        model.__dict__.pop("hf_device_map", None)
-        for name, tensor in before:
+        for name, tensor in tensors:
             set_tensor(model, name, tensor)
+        for module, hook in hooks.items():
+            if hook is None:
+                remove_hook_from_module(module)
+            else:
+                module._hf_hook = hook
+        model.__dict__.pop("hf_device_map", None)
         raise
 
 
 def stream_checkpoint(
-    model: nn.Module, checkpoint: Path | str, device_map: dict | None, offload_folder: Path | str | None,
-    dtype: torch.dtype | str | None, offload_buffers: bool, strict: bool,
+    model: nn.Module, checkpoint: Path | str, device_map: dict | None, offload_folder: Path | str | None = None,
+    dtype: torch.dtype | str | None = None, offload_buffers: bool = False, strict: bool = True, to_run: bool = True,
 ) -> tuple[Keys, OffloadedWeightsLoader]:  # fmt: skip
-    """Bring the tensors of a checkpoint to their devices one by one; returns the keys, and what is on disk."""
+    """Bring the tensors of a checkpoint to their devices one by one; returns the keys, and what is on disk.
+
+    With `to_run`, a tensor that nothing has values for is an error even if `strict` is off.
+    """
     stored = OffloadedWeightsLoader(save_folder=checkpoint)
     wanted, sources = persistent_tensors(model), find_sources(model, stored)
-    homes = {name: "cpu" if tensor.is_meta else tensor.device for name, tensor in wanted.items()}
-    homes |= {} if device_map is None else resolve_device_map(model, device_map)
-    moves = {n for n, tensor in wanted.items() if offload_buffers or isinstance(tensor, nn.Parameter)}
-    on_disk = {n: source for n, source in sources.items() if homes[n] == "disk" and n in moves}
+    dtypes = {name: stored_dtype(tensor, dtype) for name, tensor in wanted.items()}
+    homes = {name: "cpu" if tensor.is_meta else tensor.device for name, tensor in named_tensors(model)}
+    if device_map is not None:
+        homes = resolve_device_map(model, device_map)
     devices = {home: real_device("cpu" if home == "disk" else home) for home in set(homes.values())}
-    if dtype and not to_dtype(dtype).is_floating_point:
-        raise ValueError(f"dtype={dtype} would turn weights into whole numbers; give one like 'float16'")
-    dtypes = {n: to_dtype(dtype) if dtype and t.is_floating_point() else t.dtype for n, t in wanted.items()}
+    on_disk = {
+        name: tensor for name, tensor in named_tensors(model)
+        if homes[name] == "disk" and (offload_buffers or isinstance(tensor, nn.Parameter))
+    }  # fmt: skip
     check_fit(model, stored, stored.files, sources, strict)
-    weights, made = keep_on_disk(stored, on_disk, dtypes, device_map, offload_folder), {}
+    index = keep_on_disk(
+        stored, {n: s for n, s in sources.items() if n in on_disk}, dtypes, device_map, offload_folder
+    )
+    made = {}
     order = sorted(sources, key=on_disk.__contains__)  # of tied names, one that is not on disk decides
-    with torch.no_grad(), entered(None):  # also inside init_empty_weights, what is set here is real
-        for name in tqdm(order, desc="weights", unit="tensor", disable=None):
-            old, value = wanted[name], stored[sources[name]]
-            if device_map is None and not old.is_meta and old.dtype == dtypes[name]:
-                made[id(old)] = old.copy_(value)  # an optimizer may hold it
-            elif id(old) not in made:
-                home = "meta" if name in on_disk else devices[homes[name]]
-                made[id(old)] = dress(value.to(home, dtypes[name], copy=True), old)
-            set_tensor(model, name, made[id(old)])
-    return Keys([n for n in wanted if n not in sources], [n for n in stored if n not in wanted]), weights
+    for name in tqdm(order, desc="weights", unit="tensor", disable=None):
+        old = wanted[name]
+        if id(old) not in made:
+            new = torch.empty_like(old, dtype=dtypes[name], device="meta" if name in on_disk else devices[homes[name]])
+            made[id(old)] = dress(new if name in on_disk else new.copy_(stored[sources[name]]), old)
+    for name in order:
+        old, new = wanted[name], made[id(wanted[name])]
+        fill = device_map is None and not old.is_meta and old.dtype == new.dtype  # an optimizer may hold it
+        set_tensor(model, name, old.copy_(new) if fill else new)
+    of_the_model = {name: old for name, old in on_disk.items() if name not in index and not old.is_meta}
+    return keys, OffloadedWeightsLoader(of_the_model, index=index)
+
+
+def stored_dtype(tensor: torch.Tensor, dtype: torch.dtype | str | None) -> torch.dtype:
+    """Say in which dtype a tensor will be: floating-point tensors in `dtype`, if one is given, others in their own."""
+    wanted = to_dtype(dtype) or tensor.dtype
+    if dtype is not None and not wanted.is_floating_point:
+        raise ValueError(f"dtype={dtype} is no floating-point dtype; give one like 'float16'")
+    return wanted if tensor.is_floating_point() else tensor.dtype
 
 
 def load_checkpoint_in_model(
@@ -316,14 +391,16 @@ def load_checkpoint_in_model(
 ) -> Keys:  # fmt: skip
     """Load a checkpoint (a file, an index, a folder) into a model, each tensor straight to its device of the map.
 
-    In RAM there is never more than what the map puts there, and one tensor. What is on disk stays on meta. `dtype`
-    converts floating-point tensors; without it they take the model's. `offload_state_dict` is there because
-    Accelerate has it: nothing is ever held that it could free.
+    For a model on meta, RAM holds what the map puts there, and one tensor; a real one stays until all is loaded.
+    What is on disk is on meta afterwards: `dispatch_model` with an `OffloadedWeightsLoader` runs it. `dtype` converts
+    floating-point tensors; without it they take the model's. `offload_state_dict` is there because Accelerate has
+    it: nothing is ever held that it could free.
     Returns the missing and the unexpected keys; with `strict` they are an error. Raises CheckpointError, and the
     model is as it was, for all else that does not fit or cannot be read.
     """
     with unchanged_on_error(model):
-        return stream_checkpoint(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, strict)[0]
+        about = (device_map, offload_folder, dtype, offload_buffers, strict)
+        return stream_checkpoint(model, checkpoint, *about, to_run=False)[0]
 
 
 def load_checkpoint_and_dispatch(
@@ -345,11 +422,12 @@ def load_checkpoint_and_dispatch(
     with unchanged_on_error(model):
         about = (device_map, offload_folder, dtype, offload_buffers, strict)
         _, weights = stream_checkpoint(model, checkpoint, *about)
-        if device_map is not None:
-            options = {"skip_keys": skip_keys, "preload_module_classes": preload_module_classes}
-            options |= {"offload_buffers": offload_buffers, "force_hooks": force_hooks}
-            dispatch_model(model, device_map, weights_map=weights, **options)
-    return model
+        if device_map is None:
+            return model
+        return dispatch_model(
+            model, device_map, weights_map=weights, offload_buffers=offload_buffers, skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes, force_hooks=force_hooks,
+        )  # fmt: skip
 
 
 def disk_offload(
@@ -361,18 +439,20 @@ def disk_offload(
     A real model's weights are written to `offload_dir`; for one on meta they are there already. By default the
     execution device is the one that the parameters are on.
     """
-    here = next((p.device for p in model.parameters() if not p.is_meta), None)
-    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
+    here = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+    where = here if execution_device is None else execution_device
     with unchanged_on_error(model):
-        if here is None:
-            _, weights = stream_checkpoint(model, offload_dir, {"": "disk"}, None, None, offload_buffers, True)
+        if any(tensor.is_meta for _, tensor in named_tensors(model)):
+            _, weights = stream_checkpoint(model, offload_dir, {"": "disk"}, offload_buffers=offload_buffers)
         else:
             tensors = dict(named_tensors(model) if offload_buffers else model.named_parameters())
             first = {names[0] for names in names_by_tensor(model)}
-            offload_state_dict(offload_dir, {name: tensor for name, tensor in tensors.items() if name in first})
-            weights = OffloadedWeightsLoader(save_folder=offload_dir)
-        where = execution_device if execution_device is not None else here or "cpu"
-        return dispatch_model(model, {"": "disk"}, where, weights_map=weights, **options)
+            tensors = {name: tensor for name, tensor in tensors.items() if name in first}
+            weights = OffloadedWeightsLoader(save_folder=offload_state_dict(offload_dir, tensors))
+        return dispatch_model(
+            model, {"": "disk"}, where, weights_map=weights, offload_buffers=offload_buffers,
+            preload_module_classes=preload_module_classes,
+        )  # fmt: skip
 
 
 # --- the lesson -------------------------------------------------------------------------------------------
@@ -398,7 +478,7 @@ def main() -> None:
         print(f"device_map[{name!r}]={device}")
     stored = OffloadedWeightsLoader(save_folder=checkpoint)
     costs = forecast(replay(model, device_map, table)[0])
-    load_checkpoint_and_dispatch(model, checkpoint, device_map)
+    load_checkpoint_and_dispatch(model, checkpoint, device_map, offload_folder=ARTIFACTS / "offload")
     print(f"missing_keys={sorted(model.state_dict().keys() - stored.keys())}")
     print(f"unexpected_keys={sorted(stored.keys() - model.state_dict().keys())}")
     with OffloadTrace(model) as happened, torch.inference_mode():

@@ -24,7 +24,15 @@ from step02_checkpoint.build_checkpoint import INDEX_NAME, CheckpointError, buil
 from step03_meta_build.meta_build import build_empty, init_empty_weights, measure_rss
 from step04_to_empty_load.load_with_meta import find_tied_parameters, named_tensors
 from step05_device_map.device_map import plan_device_map
-from step06_hooks_offload.hooks_offload import OffloadTrace, Parked, any_hook, dispatch_model, undispatch
+from step06_hooks_offload.hooks_offload import (
+    ModelHook,
+    OffloadTrace,
+    Parked,
+    add_hook_to_module,
+    any_hook,
+    dispatch_model,
+    undispatch,
+)  # fmt: skip
 from step07_disk_offload import disk_offload as step07
 from step07_disk_offload.disk_offload import (
     OffloadedWeightsLoader,
@@ -370,9 +378,10 @@ def test_a_folder_of_another_source_is_never_used(tmp_path):
     for _ in range(2):
         model = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
         assert torch.equal(call(model, X), call(one, X))
-        written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+        written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written  # used again, not written again
+    again = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    assert again == written and len(written) == 4  # used again, not written again
     two = save_bin(checkpoint, 2)  # older weights in the folder: same names, size and time
     os.utime(checkpoint, ns=(status.st_atime_ns, status.st_mtime_ns))
     model = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
@@ -384,13 +393,13 @@ def test_a_folder_of_another_source_is_never_used(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_damaged_offload_folder_of_ours_is_refused_or_written_again(tmp_path):
+def test_a_damaged_offload_folder_is_named(tmp_path):
     checkpoint, folder = tmp_path / "c.bin", tmp_path / "offload"
     one = save_bin(checkpoint, 1)
     load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
-    shard = next(folder.glob("*.safetensors"))
+    shard = next(folder.rglob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="holds a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
         load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
     shutil.rmtree(folder)
     model = load_checkpoint_and_dispatch(empty_pair(), checkpoint, ALL, offload_folder=folder)
@@ -414,13 +423,141 @@ def test_other_files_in_an_offload_folder_stay(tmp_path):
     assert torch.equal(call(model, X), call(one, X)) and (tmp_path / "c.bin").exists()
 
 
-def test_another_model_that_still_reads_the_folder_says_so(tmp_path):
-    save_bin(tmp_path / "c.bin", 1)
-    first = load_checkpoint_and_dispatch(empty_pair(), tmp_path / "c.bin", ALL, offload_folder=tmp_path / "o")
-    save_bin(tmp_path / "c.bin", 2)
-    load_checkpoint_and_dispatch(empty_pair(), tmp_path / "c.bin", ALL, offload_folder=tmp_path / "o")
-    with pytest.raises(CheckpointError, match="cannot read 0.weight: .* has changed or is gone"):
-        call(first, X)
+def test_two_models_share_an_offload_folder_and_neither_disturbs_the_other(tmp_path):
+    models, right = [], []
+    for seed in (1, 2):
+        right.append(save_bin(tmp_path / "c.bin", seed))
+        model = load_checkpoint_and_dispatch(empty_pair(), tmp_path / "c.bin", ALL, offload_folder=tmp_path / "o")
+        models.append(model)
+        models.append(disk_offload(copy.deepcopy(right[-1]), tmp_path / "o"))
+        right.append(right[-1])
+    for model, source in zip(models, right, strict=True):
+        assert torch.equal(call(model, X), call(source, X))
+    weights = OffloadedWeightsLoader(save_folder=tmp_path / "o")  # its index is of what came last
+    assert all(torch.equal(weights[name], tensor) for name, tensor in right[-1].state_dict().items())
+
+
+def test_the_offload_folder_may_be_the_current_one_and_what_is_in_it_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = Path("log.txt").open("w")  # noqa: SIM115
+    model = disk_offload(one := save_bin(tmp_path / "c.bin", 1), ".")
+    log.write("after")
+    log.close()
+    assert Path("log.txt").read_text() == "after" and Path("c.bin").exists()
+    monkeypatch.chdir("/")
+    assert torch.equal(call(model, X), call(save_bin(tmp_path / "c.bin", 1), X)) and one is model
+
+
+def test_a_relative_path_is_the_same_file_when_the_current_folder_changes(tmp_path, monkeypatch, shards, expected):
+    monkeypatch.chdir(shards.parent)
+    model = load_checkpoint_and_dispatch(build_empty("tiny"), shards.name, ALL)
+    monkeypatch.chdir("/")
+    assert torch.equal(call(model, IDS), expected)
+
+
+def test_the_checkpoint_may_lie_in_the_offload_folder(tmp_path):
+    source = save_bin(tmp_path / "c.bin", 1)
+    state_dict = source.state_dict()
+    state_dict["0.weight"] = state_dict["0.weight"].half()
+    safetensors.torch.save_file(state_dict, tmp_path / "w.safetensors")
+    model = load_checkpoint_and_dispatch(empty_pair(), tmp_path / "w.safetensors", ALL, offload_folder=tmp_path)
+    source[0].weight.data = source[0].weight.data.half().float()
+    assert torch.equal(call(model, X), call(source, X))
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_several_writers_of_one_offload_folder(tmp_path, workers):
+    state_dict = {f"{i}.weight": torch.full((200, 200), float(i)) for i in range(6)}
+    torch.save(state_dict, tmp_path / "c.bin")
+    code = f"""
+import threading
+from torch import nn
+from step07_disk_offload.disk_offload import *
+from step03_meta_build.meta_build import init_empty_weights
+def load(wrong=[]):
+    with init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(6)))
+    load_checkpoint_and_dispatch(model, {str(tmp_path / "c.bin")!r}, {{"": "disk"}}, offload_folder={str(tmp_path)!r})
+    with torch.inference_mode():
+        right = model(torch.ones(1, 200)).count_nonzero() == 0
+    wrong.append(not right)
+    return wrong
+"""
+    if workers == "threads":
+        code += """
+wrong = []
+threads = [threading.Thread(target=load, args=[wrong]) for _ in range(4)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert wrong == [False] * 4, wrong
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
+    else:
+        children = [subprocess.Popen([sys.executable, "-c", code + "assert load() == [False]"]) for _ in range(3)]
+        assert [child.wait(timeout=120) for child in children] == [0, 0, 0]
+    assert len(list(tmp_path.iterdir())) == 3 and not list(tmp_path.glob(".*"))
+
+
+def test_the_offload_follows_the_index_the_names_and_the_dtypes(tmp_path):
+    def ones(value):
+        return torch.full((4, 4), float(value))
+
+    torch.save({"0.weight": ones(1), "1.weight": ones(0)}, tmp_path / "pytorch_model-1.bin")
+    torch.save({"0.weight": ones(2), "1.weight": ones(3)}, tmp_path / "pytorch_model-2.bin")
+    for first, second in ((1, 2), (2, 1)):
+        files = {"0.weight": f"pytorch_model-{first}.bin", "1.weight": f"pytorch_model-{second}.bin"}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+        with init_empty_weights():
+            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        load_checkpoint_and_dispatch(model, tmp_path, ALL, offload_folder=tmp_path / "o")
+        values = [tensor.unique().tolist() for tensor in model.state_dict().values()]
+        assert values == ([[1], [3]] if first == 1 else [[2], [0]])
+
+
+def test_names_that_share_memory_in_a_pickle_have_each_its_own_dtype(tmp_path):
+    weight = torch.randn(4, 4)
+    torch.save({"0.weight": weight, "1.weight": weight, "format": weight}, tmp_path / "c.bin")
+
+    class Named(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(4, 4, bias=False).half(), nn.Linear(4, 4, bias=False))
+            self.format = nn.Parameter(torch.zeros(4, 4))
+
+    with init_empty_weights():
+        model = Named()
+    state = load_checkpoint_and_dispatch(model, tmp_path / "c.bin", ALL, offload_folder=tmp_path / "o").state_dict()
+    assert torch.equal(state["1.weight"], weight) and torch.equal(state["format"], weight)
+    assert torch.equal(state["0.weight"], weight.half())
+
+
+def test_weights_are_offloaded_into_no_checkpoint(shards, tmp_path):
+    before = files_in(shards)
+    index = offload_weight(torch.ones(1), "x", tmp_path / "o")
+    with pytest.raises(CheckpointError, match="holds a checkpoint"):
+        save_offload_index(index, shards)
+    with pytest.raises(CheckpointError, match="token_embedding.* and 35 more: in files that are not in"):
+        save_offload_index(OffloadedWeightsLoader(save_folder=shards).index, tmp_path / "o")
+    with pytest.raises(CheckpointError, match="'model' would"):
+        offload_weight(torch.ones(1), "model", tmp_path)
+    assert files_in(shards) == before
+    for wrong in ({"safetensors_file": str(next(shards.glob("*1-of*"))), "weight_name": "absent"},):
+        with pytest.raises(CheckpointError, match="q: absent is not in"):
+            OffloadedWeightsLoader(index={"q": wrong})
+
+
+def test_a_thousand_weights_of_one_file_take_one_file_handle(tmp_path):
+    resource = pytest.importorskip("resource")
+    tensors = {str(i): torch.full((2,), float(i)) for i in range(300)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limit[1]))
+    try:
+        weights = dict(OffloadedWeightsLoader(save_folder=tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+    mapped = len(step07.mapped_files)
+    del weights
+    assert len(step07.mapped_files) == mapped - 1  # and it is closed with the last of them
 
 
 # --- the cases
@@ -490,8 +627,13 @@ def test_l6_a_lax_load_never_leaves_a_model_that_computes_with_nothing(tmp_path)
     with init_empty_weights():
         model = Two()
     for device_map in (ALL, {"": "cpu", "l1": "disk"}, {"": 0}):
-        options = {"strict": False, "error": ValueError}
-        refuses(model, tmp_path / "c", "l3.bias", device_map=device_map, **options)
+        refuses(model, tmp_path / "c", "missing: l3.bias", device_map=device_map, strict=False)
+    refuses(model, tmp_path / "c", "missing: l3.bias", device_map=None, strict=False)
+    for device_map in (ALL, {"": 0, "l3": "disk"}):  # a value of the model's own is kept in RAM
+        own = Two()
+        right = own.l3.bias.detach().clone()
+        load_checkpoint_and_dispatch(own, tmp_path / "c", device_map, strict=False)
+        assert torch.equal(own.state_dict()["l3.bias"], right)
     real = load_checkpoint_and_dispatch(Two(), tmp_path / "c", {"": "cpu", "l1": "disk"}, strict=False)
     assert call(real, torch.ones(1, 3)).isfinite().all()
 
@@ -572,7 +714,7 @@ def test_l5_an_index_without_the_wrappers_prefix_is_reported_at_load(shards):
             return self.model(x)
 
     refuses(Wrapper(), shards, "missing: model.classifier.bias", "unexpected: classifier.bias")
-    refuses(Wrapper(), shards, "model.classifier.bias", error=ValueError, strict=False)
+    refuses(Wrapper(), shards, "model.classifier.bias", strict=False)
 
 
 class Kinds(nn.Module):
@@ -618,7 +760,7 @@ def test_a_file_in_another_dtype_follows_the_model(tmp_path):
     assert torch.equal(call(model, X), call(right, X)) and model.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", ["float17", "int8", "nn"])
+@pytest.mark.parametrize("dtype", ["float17", "int8", "complex64", "nn"])
 def test_an_unknown_dtype_is_refused_before_anything_changes(shards, dtype):
     refuses(build_empty("tiny"), shards, dtype, error=ValueError, dtype=dtype)
 
@@ -908,13 +1050,21 @@ def test_a_full_disk_while_offloading_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     folder = tmp_path / "o"
+    folder.mkdir()
     refuses(empty_pair(), tmp_path / "c.bin", "No space left", "Free some space", error=OSError, offload_folder=folder)
-    assert not folder.exists()
     model = nn.Linear(2, 2)
     before = snapshot(model)
     with pytest.raises(OSError, match="No space left"):
         disk_offload(model, folder)
-    assert snapshot(model) == before and not any_hook(model) and not list(tmp_path.glob(".*"))
+    assert snapshot(model) == before and not any_hook(model) and not list(folder.iterdir())
+
+
+def test_a_hostile_index_is_refused(shards):
+    names = {"w": INDEX_NAME, "x": "\ud800.safetensors", "y": "a" * 300 + ".safetensors", "z": "loop"}
+    (shards / "loop").symlink_to(shards / "loop")
+    for name, file in names.items():
+        (shards / INDEX_NAME).write_text(json.dumps({"weight_map": {name: file}}))
+        refuses(build_empty("tiny"), shards, INDEX_NAME)
 
 
 def test_whatever_stops_a_load_leaves_the_model_as_it_was(shards, monkeypatch):
@@ -931,8 +1081,71 @@ def test_whatever_stops_a_load_leaves_the_model_as_it_was(shards, monkeypatch):
         count.clear()
         refuses(model, shards, device_map={"": "cpu", "classifier": "disk"}, error=KeyboardInterrupt)
     monkeypatch.undo()
-    monkeypatch.setattr(step07, "dispatch_model", lambda model, *args, **options: 1 / 0)
-    refuses(build_empty("tiny"), shards, error=ZeroDivisionError)
+
+    def fails_late(model, *args, **options):
+        dispatch_model(model, *args, **options)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(step07, "dispatch_model", fails_late)
+    model = build_empty("tiny")
+    hook = add_hook_to_module(model.classifier, ModelHook())._hf_hook
+    refuses(model, shards, error=ZeroDivisionError)
+    assert model.classifier._hf_hook is hook and "_hf_hook" not in vars(model.encoder)
+    refuses(build_model("tiny"), shards, error=ZeroDivisionError)
+
+
+def test_a_real_model_that_is_filled_in_place_is_filled_wholly_or_not(shards, monkeypatch):
+    model, read, count = build_model("tiny"), step07.load_offloaded_weight, []
+    with torch.no_grad():
+        [parameter.zero_() for parameter in model.parameters()]
+
+    def stops(*args):
+        count.append(1)
+        if len(count) == 70:
+            raise KeyboardInterrupt
+        return read(*args)
+
+    monkeypatch.setattr(step07, "load_offloaded_weight", stops)
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint_in_model(model, shards)
+    assert all(parameter.count_nonzero() == 0 for parameter in model.parameters())
+
+
+def test_inside_other_contexts_the_model_is_real_and_may_be_trained(shards, expected):
+    for device_map in (None, {"": "cpu"}, ALL):
+        with init_empty_weights(include_buffers=True), torch.inference_mode():
+            model = load_checkpoint_and_dispatch(build_empty("tiny"), shards, device_map)
+        assert torch.equal(call(model, IDS), expected), device_map
+        if device_map != ALL:
+            model(IDS).sum().backward()
+            assert model.classifier.weight.grad is not None
+
+
+def test_real_buffers_that_no_checkpoint_holds_are_offloaded_to_ram(tmp_path):
+    def build():
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].register_buffer("table", torch.full((4,), 3.0), persistent=False)
+        return model.eval()
+
+    save_sharded_checkpoint((source := build()).state_dict(), tmp_path / "c")
+    with init_empty_weights():
+        model = build()
+    load_checkpoint_and_dispatch(model, tmp_path / "c", ALL, offload_buffers=True)
+    assert isinstance(model[0].table, Parked) and torch.equal(call(model, X), call(source, X))
+    assert undispatch(model)[0].table.tolist() == [3, 3, 3, 3]
+
+
+def test_resident_weights_have_the_models_strides(tmp_path):
+    torch.manual_seed(0)
+    torch.save({"weight": torch.randn(64, 64).T}, tmp_path / "c.pt")
+    with init_empty_weights():
+        model = nn.Linear(64, 64, bias=False)
+    load_checkpoint_and_dispatch(model, tmp_path / "c.pt", {"": "cpu"})
+    assert model.weight.stride() == (64, 1) and torch.equal(model.weight, torch.load(tmp_path / "c.pt")["weight"])
+
+
+def test_disk_offload_of_a_model_without_weights(tmp_path):
+    assert call(disk_offload(nn.ReLU(), tmp_path), -torch.ones(1)).item() == 0
 
 
 def test_a_dispatched_model_is_not_loaded_into(shards, expected):
@@ -1221,6 +1434,9 @@ def test_the_command(course):
     folder = course.artifacts / "tiny_transformer"
     for arguments in (["--max-memory", "0=240000", "cpu=0"], ["--checkpoint", str(folder)]):
         assert facts(course.run(7, *arguments).stdout)["logits_equal"] == "True"
+    assert facts(course.run(7, "--max-memory", "0=1GB").stdout)["peak_resident_bytes"] == "637192"
+    pickled = facts(course.run(7, "--checkpoint", str(course.artifacts / "tiny_transformer.pt")).stdout)
+    assert pickled["logits_equal"] == "True" and (course.artifacts / "offload").is_dir()
     refused = course.run(7, "--max-memory", "0=100KB", "cpu=100KB", "disk=0")
     assert refused.returncode == 1 and "have no place" in refused.stderr and "Traceback" not in refused.stderr
     missing = course.run(7, "--checkpoint", "nowhere")
