@@ -49,19 +49,14 @@ from step06_hooks_offload.hooks_offload import (
 def describe(file: Path | str) -> dict[str, dict]:
     """Say for each tensor of a safetensors file all that it takes to read it alone: name -> entry of an index.
 
-    An entry has the names that Accelerate gives it (`safetensors_file`, `weight_name`, `dtype`), and `shape`,
-    `bytes` (where they begin and end in the file) and `seen` (what the file was like).
+    An entry is the header's (`dtype`, `shape`, `data_offsets`), the file and the name in it, as Accelerate calls
+    them (`safetensors_file`, `weight_name`), and what the file was like when it was `seen`.
     """
     file = Path(file).absolute()  # it is the same one when the current folder changes
     with file.open("rb") as stream:
         seen = identity(stream)
-    return {
-        name: {
-            "safetensors_file": str(file), "weight_name": name, "dtype": DTYPES[entry["dtype"]],
-            "shape": entry["shape"], "bytes": entry["data_offsets"], "seen": seen,
-        }
-        for name, entry in read_header(file)[0].items()
-    }  # fmt: skip
+    header, _ = read_header(file)
+    return {n: e | {"safetensors_file": str(file), "weight_name": n, "seen": seen} for n, e in header.items()}
 
 
 def identity(stream) -> tuple[int, int, int]:
@@ -93,7 +88,7 @@ def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.T
     `weight_info` is its entry of an index. Raises CheckpointError when the file has changed or is gone since the
     entry was made.
     """
-    (begin, end), dtype, shape = weight_info["bytes"], weight_info["dtype"], weight_info["shape"]
+    (begin, end), dtype, shape = weight_info["data_offsets"], DTYPES[weight_info["dtype"]], weight_info["shape"]
     try:
         pages = map_file(weight_file, weight_info["seen"])
     except OSError as error:
@@ -102,9 +97,8 @@ def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.T
     if begin == end:
         return torch.empty(shape, dtype=dtype, device="cpu")
     values = torch.frombuffer(pages, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
-    if values.numel() != math.prod(shape):  # two numbers of four bits lie in one byte
-        shape = [*shape[:-1], shape[-1] // 2]
-    return values.reshape(shape)
+    half_as_wide = values.numel() != math.prod(shape)  # two numbers of four bits lie in one byte
+    return values.reshape([*shape[:-1], shape[-1] // 2] if half_as_wide else shape)
 
 
 def offload_weight(
@@ -171,7 +165,7 @@ class OffloadedWeightsLoader(Mapping):
         if save_folder is not None:
             self.open_checkpoint(find_checkpoint_file(save_folder))
         described = functools.cache(describe)
-        for name in [name for name, entry in self.index.items() if "bytes" not in entry]:
+        for name in [name for name, entry in self.index.items() if "data_offsets" not in entry]:
             file, stored_name = self.index[name]["safetensors_file"], self.index[name].get("weight_name", name)
             if stored_name not in described(file):
                 raise CheckpointError(f"{name}: {stored_name} is not in {relative(file)}")
@@ -292,7 +286,7 @@ def keep_on_disk(
     folder is needed and none was given.
     """
     index = {name: stored.index.get(source) for name, source in sources.items()}
-    rest = [name for name, entry in index.items() if entry is None or entry["dtype"] != dtypes[name]]
+    rest = [name for name, entry in index.items() if entry is None or DTYPES[entry["dtype"]] != dtypes[name]]
     if rest and offload_folder is None:
         entries = {next(p for p in prefixes(name) if p in device_map) for name in rest}
         why = "in a pickle, which cannot be read piece by piece, or in another dtype"
@@ -338,6 +332,25 @@ def unchanged_on_error(model: nn.Module):
         raise
 
 
+def find_homes(model: nn.Module, device_map: dict | None, offload_buffers: bool) -> dict[str, torch.device]:
+    """Say where each tensor goes: to its device of the map, or to meta if it stays on disk."""
+    tensors = named_tensors(model)
+    if device_map is None:
+        return {name: torch.device("cpu") if tensor.is_meta else tensor.device for name, tensor in tensors}
+    resolved = resolve_device_map(model, device_map)
+    homes = {name: real_device("cpu" if device == "disk" else device) for name, device in resolved.items()}
+    stay = [n for n, t in tensors if resolved[n] == "disk" and (offload_buffers or isinstance(t, nn.Parameter))]
+    return homes | dict.fromkeys(stay, torch.device("meta"))
+
+
+def find_dtypes(wanted: dict[str, torch.Tensor], dtype: torch.dtype | str | None) -> dict[str, torch.dtype]:
+    """Say which dtype each tensor will have: floating-point tensors `dtype`, if one is given, others their own."""
+    given = to_dtype(dtype)
+    if given is not None and not given.is_floating_point:
+        raise ValueError(f"dtype={dtype} is no floating-point dtype; give one like 'float16'")
+    return {n: given if given is not None and t.is_floating_point() else t.dtype for n, t in wanted.items()}
+
+
 def stream_checkpoint(
     model: nn.Module, checkpoint: Path | str, device_map: dict | None, offload_folder: Path | str | None = None,
     dtype: torch.dtype | str | None = None, offload_buffers: bool = False, strict: bool = True, to_run: bool = True,
@@ -348,40 +361,26 @@ def stream_checkpoint(
     """
     stored = OffloadedWeightsLoader(save_folder=checkpoint)
     wanted, sources = persistent_tensors(model), find_sources(model, stored)
-    dtypes = {name: stored_dtype(tensor, dtype) for name, tensor in wanted.items()}
-    homes = {name: "cpu" if tensor.is_meta else tensor.device for name, tensor in named_tensors(model)}
-    if device_map is not None:
-        homes = resolve_device_map(model, device_map)
-    devices = {home: real_device("cpu" if home == "disk" else home) for home in set(homes.values())}
-    on_disk = {
-        name: tensor for name, tensor in named_tensors(model)
-        if homes[name] == "disk" and (offload_buffers or isinstance(tensor, nn.Parameter))
-    }  # fmt: skip
+    homes, dtypes = find_homes(model, device_map, offload_buffers), find_dtypes(wanted, dtype)
     check_fit(model, stored, stored.files, sources, strict)
-    index = keep_on_disk(
-        stored, {n: s for n, s in sources.items() if n in on_disk}, dtypes, device_map, offload_folder
-    )
-    made = {}
-    order = sorted(sources, key=on_disk.__contains__)  # of tied names, one that is not on disk decides
+    keys = Keys([name for name in wanted if name not in sources], [name for name in stored if name not in wanted])
+    lost = [name for name in keys.missing_keys if to_run and wanted[name].is_meta]
+    if lost:
+        raise CheckpointError(f"missing: {', '.join(lost)}: neither the checkpoint nor the model has their values")
+    on_disk = {name: source for name, source in sources.items() if homes[name].type == "meta"}
+    index = keep_on_disk(stored, on_disk, dtypes, device_map, offload_folder)
+    order, made = sorted(sources, key=on_disk.__contains__), {}  # of tied names, one that is in memory decides
     for name in tqdm(order, desc="weights", unit="tensor", disable=None):
         old = wanted[name]
         if id(old) not in made:
-            new = torch.empty_like(old, dtype=dtypes[name], device="meta" if name in on_disk else devices[homes[name]])
-            made[id(old)] = dress(new if name in on_disk else new.copy_(stored[sources[name]]), old)
-    for name in order:
+            new = torch.empty_like(old, dtype=dtypes[name], device=homes[name])
+            made[id(old)] = dress(new if new.is_meta else new.copy_(stored[sources[name]]), old)
+    for name in order:  # from here on nothing is read, so nothing can fail
         old, new = wanted[name], made[id(wanted[name])]
         fill = device_map is None and not old.is_meta and old.dtype == new.dtype  # an optimizer may hold it
         set_tensor(model, name, old.copy_(new) if fill else new)
-    of_the_model = {name: old for name, old in on_disk.items() if name not in index and not old.is_meta}
-    return keys, OffloadedWeightsLoader(of_the_model, index=index)
-
-
-def stored_dtype(tensor: torch.Tensor, dtype: torch.dtype | str | None) -> torch.dtype:
-    """Say in which dtype a tensor will be: floating-point tensors in `dtype`, if one is given, others in their own."""
-    wanted = to_dtype(dtype) or tensor.dtype
-    if dtype is not None and not wanted.is_floating_point:
-        raise ValueError(f"dtype={dtype} is no floating-point dtype; give one like 'float16'")
-    return wanted if tensor.is_floating_point() else tensor.dtype
+    own = {n: t for n, t in named_tensors(model) if homes[n].type == "meta" and n not in index and not t.is_meta}
+    return keys, OffloadedWeightsLoader(own, index=index)
 
 
 def load_checkpoint_in_model(

@@ -166,7 +166,7 @@ def test_every_dtype_of_the_library_is_read(tmp_path):
             safetensors.torch.save_file({"x": torch.empty(2, 2, dtype=dtype)}, tmp_path / "x.safetensors")
         except (KeyError, RuntimeError, safetensors.SafetensorError):
             continue
-        assert describe(tmp_path / "x.safetensors")["x"]["dtype"] == dtype
+        assert step07.DTYPES[describe(tmp_path / "x.safetensors")["x"]["dtype"]] == dtype
         assert OffloadedWeightsLoader(save_folder=tmp_path / "x.safetensors")["x"].dtype == dtype
 
 
@@ -990,6 +990,12 @@ def older_single_file(folder):
     return "delete the older of the two"
 
 
+def unknown_dtype(folder):
+    shard = next(folder.glob("*2-of*"))
+    write_raw(shard, {"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, b"\0" * 3)
+    return "a is F6_E2M3"
+
+
 def empty_folder(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -999,7 +1005,7 @@ def empty_folder(folder):
 @pytest.mark.parametrize(
     "damage",
     [truncate, garbage, remove_shard, claims_more, duplicate_names, duplicate_in_index, not_json, leads_out("link"),
-     leads_out("up"), leads_out("absolute"), older_single_file, empty_folder],
+     leads_out("up"), leads_out("absolute"), older_single_file, unknown_dtype, empty_folder],
 )  # fmt: skip
 @pytest.mark.parametrize("device_map", [None, ALL, {"": "cpu"}], ids=str)
 def test_a_damaged_checkpoint_is_one_clear_error(shards, damage, device_map):
@@ -1295,7 +1301,7 @@ JSON = st.recursive(
 ENTRY = st.fixed_dictionaries(
     {},
     optional={
-        "dtype": st.sampled_from(["F32", "I16", "BOOL", "F4", "F8_E8M0", "C64", "NONE", "", 3]) | JSON,
+        "dtype": st.sampled_from(["F32", "I16", "BOOL", "F4", "F6_E2M3", "F8_E8M0", "C64", "NONE", "", 3]) | JSON,
         "shape": st.lists(st.integers(-1, 4) | st.just(2**63), max_size=3) | JSON,
         "data_offsets": st.lists(st.integers(-1, 40) | st.just(2**63), min_size=2, max_size=2) | JSON,
         "more": JSON,
