@@ -125,3 +125,30 @@ dispatch_model(tied, {"": "cpu"}, main_device=0)
 assert all(t.device.type == "cpu" for t in tied.state_dict().values())
 assert torch.equal(tied(ids), right)
 """)
+
+
+@pytest.mark.parametrize(
+    "device_map", [MAPS[2], {"": "disk", "token_embedding": 0}, {"": "disk", "encoder": 1}], ids=str
+)
+def test_from_the_checkpoint_to_gpu_ram_and_disk(device_map, tmp_path):
+    run(f"""
+from pathlib import Path
+from step02_checkpoint.build_checkpoint import save_sharded_checkpoint
+from step03_meta_build.meta_build import build_empty
+from step07_disk_offload.disk_offload import load_checkpoint_and_dispatch
+folder, device_map = Path({str(tmp_path)!r}), {device_map!r}
+save_sharded_checkpoint(model.state_dict(), folder, "200KB")
+loaded = load_checkpoint_and_dispatch(build_empty("tiny"), folder, device_map)
+resolved = resolve_device_map(model, device_map)
+main = min(d for d in resolved.values() if isinstance(d, int))
+for name, tensor in named_tensors(loaded):
+    away = isinstance(resolved[name], str)
+    assert isinstance(tensor, Parked) if away else str(tensor.device) == f"gpu:{{resolved[name]}}"
+pretend_gpu.LOG.clear()
+assert torch.equal(loaded(ids), expected)
+moved = sum(size for name, size in sizes.items() if isinstance(resolved[name], str))
+weights_in = [t for t in pretend_gpu.LOG if t.source == "cpu" and t.bytes in sizes.values() and t.bytes != ids.nbytes]
+assert sum(t.bytes for t in weights_in) == moved
+undispatch(loaded)
+assert all(str(p.device) == "cpu" for p in loaded.parameters()) and torch.equal(loaded(ids), expected)
+""")
