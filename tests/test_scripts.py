@@ -126,6 +126,9 @@ def test_a_read_only_artifact_folder(course):
     course.artifacts.chmod(0o555)
     try:
         assert course.run(4, *QUICK[4], prefix=prefix).returncode == 0, "reading needs no writing"
+        assert facts(course.run(7, prefix=prefix).stdout)["logits_equal"] == "True", "nor does offloading to disk"
+        pickle = str(course.artifacts / "tiny_transformer.pt")
+        ends_in_one_line(course.run(7, "--checkpoint", pickle, prefix=prefix), "artifacts/offload", "writable")
     finally:
         course.artifacts.chmod(0o755)
 
