@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from step01_model_def.model_def import CONFIGS, format_bytes, run_script
+from step01_model_def.model_def import CONFIGS, format_bytes, raise_all, run_script
 from step02_checkpoint.build_checkpoint import parse_size
 from step03_meta_build.meta_build import build_empty
 from step04_to_empty_load.load_with_meta import named_tensors
@@ -257,8 +257,7 @@ def get_max_memory(max_memory: dict | None = None) -> dict[int | str, int]:
         if device in table:
             problems.append(f"device {device!r} stands twice in the table")
         table[device] = bytes_
-    if problems:
-        raise ValueError("max_memory is wrong: " + "; ".join(problems))
+    raise_all(problems, "max_memory is wrong: ")
     return {device: table[device] for device in sorted(table, key=device_order)}
 
 
@@ -544,8 +543,7 @@ def resolve_device_map(model: nn.Module, device_map: dict) -> dict[str, int | st
     for owner, own in of_module.items():
         if len(set(own.values())) > 1:
             problems.append(f"what {owner or 'the model'} owns itself must be on one device: {own}")
-    if problems:
-        raise ValueError("the device map is wrong: " + "; ".join(problems))
+    raise_all(problems, "the device map is wrong: ")
     return {name: device for own in of_module.values() for name, device in own.items()}
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from step01_model_def.model_def import fixed_sequences, run_script
+from step01_model_def.model_def import fixed_sequences, raise_all, run_script
 from step02_checkpoint.build_checkpoint import ensure_checkpoint
 from step03_meta_build.meta_build import dress
 from step04_to_empty_load.load_with_meta import (
@@ -30,7 +30,7 @@ from step04_to_empty_load.load_with_meta import (
     set_tensor,
 )  # fmt: skip
 from step05_device_map.device_map import (
-    Unit, attempt, blocks_under, cut_into_units, infer_auto_device_map, normalize_device, own_tensors,
+    Unit, accelerators, attempt, blocks_under, cut_into_units, infer_auto_device_map, normalize_device, own_tensors,
     resolve_device_map,
 )  # fmt: skip
 
@@ -518,12 +518,6 @@ def align_hooks(module: nn.Module) -> list["AlignDevicesHook"]:
 # --- a model under a device map ---------------------------------------------------------------------------
 
 
-def accelerators() -> list[torch.device]:
-    """List the accelerators of this machine."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
-
-
 def real_device(device: int | str | torch.device) -> torch.device:
     """Turn a map's device into this machine's; without an accelerator, the CPU plays device 0.
 
@@ -560,9 +554,7 @@ def dispatch_model(
     if 0 in {*numbers, main} and not accelerators():
         print("note=no accelerator here: device 0 is played by the CPU")
     units = units_to_hook(model, preload_module_classes, device_map)
-    problems = list_obstacles(model, units, resolved, main, away, values, offload_buffers)
-    if problems:
-        raise ValueError("cannot dispatch: " + "; ".join(problems))
+    raise_all(list_obstacles(model, units, resolved, main, away, values, offload_buffers), "cannot dispatch: ")
     devices = {device: real_device(device) for device in {*resolved.values(), main} - {"disk"}}
     tied = find_tied_parameters(model)
     place_residents(model, {name: devices[d] for name, d in resolved.items() if name not in away}, values)
