@@ -125,8 +125,7 @@ def set_module_tensor_to_device(
     known, key = ({} if tied_params_map is None else tied_params_map), (id(source), str(device))
     if key not in known:
         wanted = (dtype or old.dtype) if source.is_floating_point() or old.is_floating_point() else source.dtype
-        new = source.detach().to(device=device, dtype=wanted, non_blocking=non_blocking)
-        known[key] = new if new is source else dress(new, old)
+        known[key] = dress(source.to(device=device, dtype=wanted, non_blocking=non_blocking), old)
     set_tensor(module, tensor_name, known[key])
 
 
@@ -255,11 +254,11 @@ def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_bl
         return obj.to(device, non_blocking=non_blocking)
     if hasattr(obj, "to") and not isinstance(obj, nn.Module | type):
         return obj.to(device)
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        return type(obj)(*map(send, obj))
     if isinstance(obj, list | tuple):
         sent = [*map(send, obj)]
-        return obj if all(map(operator.is_, sent, obj)) else type(obj)(sent)
+        if all(map(operator.is_, sent, obj)):
+            return obj
+        return type(obj)(*sent) if hasattr(obj, "_fields") else type(obj)(sent)
     if isinstance(obj, Mapping):
         sent = {key: value if key in skipped else send(value) for key, value in obj.items()}
         if all(sent[key] is obj[key] for key in obj):
@@ -546,8 +545,8 @@ def dispatch_model(
     Raises ValueError, before anything changes, with all that the model or the machine cannot honour.
     """
     resolved = resolve_device_map(model, device_map)
-    numbers = sorted(device for device in set(resolved.values()) if isinstance(device, int))
-    main = normalize_device(main_device) if main_device is not None else numbers[0] if numbers else "cpu"
+    numbers = {device for device in resolved.values() if isinstance(device, int)}
+    main = normalize_device(min(numbers, default="cpu") if main_device is None else main_device)
     kinds = {"disk", "cpu"} if main != "cpu" or main_device is not None else {"disk"}
     away = {name: device for name, device in resolved.items() if device in kinds}
     values = ChainMap({}, weights_map or {}, state_dict or {})
@@ -612,33 +611,35 @@ def hook_unit(model: nn.Module, unit: Unit, device, offload: bool, module_name: 
 
 
 def attach_align_device_hook(
-    module: nn.Module, execution_device=None, offload: bool = False, weights_map=None, offload_buffers: bool = False,
-    module_name: str = "", skip_keys=None, preload_module_classes: list[str] | None = None, tied_params_map=None,
-) -> None:  # fmt: skip
-    """Hook every unit of a module alike; `module_name` is the module's own name in `weights_map`."""
-    options = {"offload_buffers": offload_buffers, "skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    module: nn.Module, execution_device=None, offload=False, module_name="", preload_module_classes=None, **options
+) -> None:
+    """Hook every unit of a module alike; `module_name` is the module's own name in `weights_map`.
+
+    `options` are the hooks': `weights_map`, `offload_buffers`, `skip_keys`, `tied_params_map`.
+    """
     for unit in units_to_hook(module, preload_module_classes, {}):
-        hook_unit(module, unit, execution_device, offload, module_name, weights_map=weights_map, **options)
+        hook_unit(module, unit, execution_device, offload, module_name, **options)
 
 
 def attach_align_device_hook_on_blocks(
-    module: nn.Module, execution_device, offload: bool | Mapping = False, weights_map=None, offload_buffers=False,
-    module_name: str = "", skip_keys=None, preload_module_classes: list[str] | None = None, tied_params_map=None,
-) -> None:  # fmt: skip
-    """Hook the modules named in `execution_device` or `offload`; the root's output returns to its input's device."""
+    module: nn.Module, execution_device, offload: bool | Mapping = False, module_name="", skip_keys=None, **options
+) -> None:
+    """Hook the modules named in `execution_device` or `offload`; the root's output returns to its input's device.
+
+    `options` are those of `attach_align_device_hook`.
+    """
     by_name = next((table for table in (execution_device, offload) if isinstance(table, Mapping)), {"": None})
     for name in by_name:
         device = execution_device[name] if isinstance(execution_device, Mapping) else execution_device
         away = offload[name] if isinstance(offload, Mapping) else offload
         full_name = ".".join(filter(None, [module_name, name]))
-        common = (weights_map, offload_buffers, full_name, skip_keys, preload_module_classes, tied_params_map)
-        attach_align_device_hook(module.get_submodule(name), device, away, *common)
+        attach_align_device_hook(module.get_submodule(name), device, away, full_name, skip_keys=skip_keys, **options)
     add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
 
 
 def attach_execution_device_hook(module: nn.Module, device, skip_keys=None, preload_module_classes=None) -> None:
     """Have every unit of a module run on a device, where its weights already are or now go."""
-    attach_align_device_hook(module, device, False, None, False, "", skip_keys, preload_module_classes)
+    attach_align_device_hook(module, device, preload_module_classes=preload_module_classes, skip_keys=skip_keys)
 
 
 def list_obstacles(model, units, resolved, main, away, values, offload_buffers) -> list[str]:
@@ -699,11 +700,15 @@ def cpu_offload(
     return dispatch_model(model, {"": "cpu"}, where, state_dict, None, offload_buffers, None, preload_module_classes)
 
 
-class CpuOffload(ModelHook):
-    """Moves a whole model to a device for its forward, and leaves it there until somebody offloads it."""
+class UserCpuOffloadHook(ModelHook):
+    """Moves a whole model to a device for its forward, and leaves it there until somebody offloads it.
 
-    def __init__(self, execution_device=None, prev_module_hook: "UserCpuOffloadHook | None" = None):
-        self.execution_device, self.prev_module_hook = real_device(execution_device or 0), prev_module_hook
+    `offload()` puts the model back into RAM, `remove()` ends it. Accelerate has it in two classes.
+    """
+
+    def __init__(self, model: nn.Module, execution_device=None, prev_module_hook: "UserCpuOffloadHook | None" = None):
+        self.model, self.prev_module_hook = model, prev_module_hook
+        self.execution_device = real_device(execution_device or 0)
 
     def init_hook(self, module):
         return module.to("cpu")
@@ -714,15 +719,8 @@ class CpuOffload(ModelHook):
         module.to(self.execution_device)
         return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
 
-
-class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` returns: `offload()` puts the model back into RAM, `remove()` ends it."""
-
-    def __init__(self, model: nn.Module, hook: CpuOffload):
-        self.model, self.hook = model, hook
-
     def offload(self) -> None:
-        self.hook.init_hook(self.model)
+        self.model.to("cpu")
 
     def remove(self) -> None:
         remove_hook_from_module(self.model)
@@ -732,20 +730,18 @@ def cpu_offload_with_hook(
     model: nn.Module, execution_device=None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Offload a whole model that runs several times before another does, as in a pipeline of models."""
-    hook = CpuOffload(execution_device, prev_module_hook)
-    add_hook_to_module(model, hook, append=True)
-    return model, UserCpuOffloadHook(model, hook)
+    hook = UserCpuOffloadHook(model, execution_device, prev_module_hook)
+    return add_hook_to_module(model, hook, append=True), hook
 
 
 @contextmanager
 def align_module_device(module: nn.Module):
     """Bring the weights of a module, and of the blocks in it, for as long as the context is entered."""
-    hooks = [(inner, hook) for inner in module.modules() for hook in align_hooks(inner)]
     with ExitStack() as stack:
-        for inner, hook in hooks:
+        for block, hook in [(block, hook) for block in module.modules() for hook in align_hooks(block)]:
             with torch.inference_mode(False):  # so that what is changed by hand is noticed
-                hook.pre_forward(inner)
-            stack.callback(hook.release, inner)
+                hook.pre_forward(block)
+            stack.callback(hook.release, block)
         yield
 
 
