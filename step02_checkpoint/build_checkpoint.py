@@ -364,8 +364,8 @@ def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
         here, named = set(header), {name for name, its_file in weight_map.items() if its_file == file}
         problems += [f"{name} is not in {relative(file)}" for name in sorted(named - here)]
         problems += [f"{name} is in {relative(file)}, but not listed for it" for name in sorted(here - named)]
-        recorded = {alias: name for alias, name in metadata.items() if name in here}
-        aliases.update({alias: recorded[alias] for alias in recorded.keys() - weight_map.keys() - {"format"}})
+        recorded = metadata.keys() - weight_map.keys() - {"format"}
+        aliases |= {alias: metadata[alias] for alias in recorded if metadata[alias] in here}
     raise_all(problems, f"{relative(start)} and its shards disagree: ", CheckpointError)
     return weight_map, aliases
 

@@ -164,15 +164,13 @@ def measure_here(statement: str, setup: str) -> None:
             finished = done.wait(0.005)
             curve.append((time.perf_counter() - start, (process.memory_info().rss - before.rss) / 2**20))
 
-    sampler = threading.Thread(target=keep_sampling)
+    sampler = threading.Thread(target=keep_sampling, daemon=True)  # it ends with the process if the statement fails
     sampler.start()
-    try:
-        exec(statement, namespace)  # what it makes stays alive in the namespace until the end is measured
-    finally:
-        done.set()
-        sampler.join()
+    exec(statement, namespace)  # what it makes stays alive in the namespace until the end is measured
+    done.set()
+    sampler.join()
     after, peak = process.memory_info(), peak_rss_bytes()
-    highest = max([after.rss, *([peak] if peak > earlier_peak else [])]) - before.rss
+    highest = (peak if peak > earlier_peak else after.rss) - before.rss
     in_files = getattr(after, "shared", 0) - getattr(before, "shared", 0)
     growth = {"peak_mb": highest, "file_mb": in_files, "anonymous_mb": after.rss - before.rss - in_files}
     print(json.dumps({**{name: size / 2**20 for name, size in growth.items()}, "curve": curve}))

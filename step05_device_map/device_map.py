@@ -8,12 +8,12 @@ forward will cost. No device that is planned for is needed, and no memory for th
 
 import argparse
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from warnings import warn
 
 import psutil
 import torch
@@ -45,11 +45,8 @@ def dtype_byte_size(dtype: torch.dtype | str) -> int:
 
 def stored_bytes(name: str, tensor: torch.Tensor, dtype=None, special_dtypes=None) -> int:
     """Count the bytes of a tensor as it will be stored: `dtype` changes floating-point tensors only."""
-    if name in (special_dtypes or {}):
-        dtype = special_dtypes[name]
-    elif dtype is None or not tensor.is_floating_point():
-        dtype = tensor.dtype
-    return tensor.numel() * dtype_byte_size(dtype)
+    usual = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    return tensor.numel() * dtype_byte_size((special_dtypes or {}).get(name, usual))
 
 
 def named_module_tensors(module: nn.Module, include_buffers: bool = True, recurse: bool = False):
@@ -63,16 +60,12 @@ def compute_module_sizes(
     model: nn.Module, dtype=None, special_dtypes: dict | None = None, buffers_only: bool = False
 ) -> dict[str, int]:
     """Count the bytes under each dotted prefix, `""` being all; within a prefix, a tied tensor counts once."""
-    sizes, seen = {"": 0}, set()
+    sizes = {"": {}}
     for name, tensor in named_tensors(model):
-        if buffers_only and isinstance(tensor, nn.Parameter):
-            continue
-        size = stored_bytes(name, tensor, dtype, special_dtypes)
-        for prefix in prefixes(name):
-            if (prefix, id(tensor)) not in seen:
-                seen.add((prefix, id(tensor)))
-                sizes[prefix] = sizes.get(prefix, 0) + size
-    return sizes
+        if not (buffers_only and isinstance(tensor, nn.Parameter)):
+            for prefix in prefixes(name):
+                sizes.setdefault(prefix, {}).setdefault(id(tensor), stored_bytes(name, tensor, dtype, special_dtypes))
+    return {prefix: sum(by_identity.values()) for prefix, by_identity in sizes.items()}
 
 
 def prefixes(name: str) -> list[str]:
@@ -234,7 +227,7 @@ def normalize_device(device: int | str | torch.device) -> int | str:
     kind, _, number = text.partition(":")
     if text in ("cpu", "disk", "cpu:0"):
         return kind
-    if text.isdecimal() and not isinstance(device, bool):
+    if text.isdecimal():
         return int(text)
     known = kind in ("cuda", "xpu", "mps", "npu", "hpu") or (isinstance(device, torch.device) and kind != "meta")
     if known and (not number or number.isdecimal()):
@@ -448,8 +441,7 @@ def infer_auto_device_map(
     too_large = [name for name in blocks if sizes.get(name, 0) > limit]
     if too_large:
         why = f"no device that computes has more than {limit} B, and it takes {sizes[too_large[0]]} B"
-        split = f"{shorten(too_large)}: {why}. It is split, and its forward may not survive that"
-        warnings.warn(split, stacklevel=2)
+        warn(f"{shorten(too_large)}: {why}. It is split, and its forward may not survive that", stacklevel=2)
     units, cuts = cut_into_units(model, blocks.keys() - set(too_large), dtype, special_dtypes, offload_buffers)
     packer = Packer(units, table, room)
     homeless = packer.walk(fallback_allocation, say=print if verbose else lambda text: None)
@@ -473,7 +465,7 @@ def warn_of_shortage(packer: Packer) -> None:
     if peak > packer.budget.get(main, math.inf):
         largest = max(packer.away(), key=lambda unit: unit.need)
         over = f"with {largest} on it, {main} holds {peak} B, and its budget is {packer.budget[main]} B"
-        warnings.warn(f"the plan cannot run within the budgets: {over}", stacklevel=3)
+        warn(f"the plan cannot run within the budgets: {over}", stacklevel=3)
 
 
 def nothing_holds(packer: Packer, homeless: list[Unit]) -> str:
@@ -495,9 +487,9 @@ def warn_of_cut_modules(cuts: list, packer: Packer) -> None:
         devices = sorted({p if isinstance(p, int) else packer.executing for p in places}, key=device_order)
         made_for_it = any(isinstance(child, nn.ModuleList) for child in module.modules())
         if len(devices) > 1 and not made_for_it and not isinstance(module, nn.Sequential | nn.ModuleDict):
+            what = f"{name or 'the model'} ({type(module).__name__})"
             mend = "if its forward adds its input to what they give, name its class in no_split_module_classes"
-            cut = f"{name or 'the model'} ({type(module).__name__}) is cut between devices {devices}"
-            warnings.warn(f"{cut}: {mend}", stacklevel=3)
+            warn(f"{what} is cut between devices {devices}: {mend}", stacklevel=3)
 
 
 def clean_device_map(device_map: dict[str, int | str], module_name: str = "") -> dict[str, int | str]:
@@ -529,20 +521,17 @@ def resolve_device_map(model: nn.Module, device_map: dict) -> dict[str, int | st
     """
     if not isinstance(device_map, Mapping):
         raise ValueError(f"a device map is a dict, not {device_map!r}; plan_device_map(model, 'auto') makes one")
-    names, problems, devices, of_module = [name for name, _ in named_tensors(model)], [], {}, {}
-    known = {*names, *(name for name, _ in model.named_modules(remove_duplicate=False))}
-    for key, device in device_map.items():
-        devices[key] = attempt(problems, normalize_device, device, f"{key}: ")
-        if key not in known:
-            problems.append(f"{key!r} names nothing in the model")
-    for name in names:
+    known = {name for name, _ in [*named_tensors(model), *model.named_modules(remove_duplicate=False)]}
+    problems = [f"{key!r} names nothing in the model" for key in device_map if key not in known]
+    devices = {key: attempt(problems, normalize_device, device, f"{key}: ") for key, device in device_map.items()}
+    of_module = {}
+    for name, _ in named_tensors(model):
         key = next((prefix for prefix in prefixes(name) if prefix in devices), None)
         if key is None:
             problems.append(f"{name} has no device")
         of_module.setdefault(name.rpartition(".")[0], {})[name] = devices.get(key)
-    for owner, own in of_module.items():
-        if len(set(own.values())) > 1:
-            problems.append(f"what {owner or 'the model'} owns itself must be on one device: {own}")
+    mixed = {owner or "the model": own for owner, own in of_module.items() if len(set(own.values())) > 1}
+    problems += [f"what {owner} owns itself must be on one device: {own}" for owner, own in mixed.items()]
     raise_all(problems, "the device map is wrong: ")
     return {name: device for own in of_module.values() for name, device in own.items()}
 

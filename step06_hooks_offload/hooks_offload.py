@@ -153,7 +153,7 @@ class ModelHook:
         return output
 
     def release(self, module: nn.Module) -> None:
-        """Run instead of `post_forward` when the forward raised."""
+        """Run last, also when the forward or `pre_forward` raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Undo `init_hook` when the hook is removed."""
@@ -161,11 +161,10 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks on one module, run in order."""
+    """Several hooks on one module; `hooked_forward` runs them in order."""
 
     def __init__(self, *hooks: ModelHook):
-        self.hooks = hooks
-        self.no_grad = any(hook.no_grad for hook in hooks)
+        self.hooks = [inner for hook in hooks for inner in getattr(hook, "hooks", [hook])]
 
     def init_hook(self, module):
         return functools.reduce(lambda m, hook: hook.init_hook(m), self.hooks, module)
@@ -173,34 +172,18 @@ class SequentialHook(ModelHook):
     def detach_hook(self, module):
         return functools.reduce(lambda m, hook: hook.detach_hook(m), self.hooks, module)
 
-    def pre_forward(self, module, *args, **kwargs):
-        with ExitStack() as undo:
-            for hook in self.hooks:
-                args, kwargs = hook.pre_forward(module, *args, **kwargs)
-                undo.callback(hook.release, module)
-            undo.pop_all()  # all went well
-        return args, kwargs
-
-    def post_forward(self, module, output):
-        return functools.reduce(lambda result, hook: hook.post_forward(module, result), self.hooks, output)
-
-    def release(self, module):
-        with ExitStack() as stack:
-            for hook in self.hooks:
-                stack.callback(hook.release, module)
-
 
 @torch.compiler.disable
 def hooked_forward(module: nn.Module, *args, **kwargs):
-    """Be the forward of a module that has a hook: before, the module's own forward, after."""
-    hook = module._hf_hook
-    args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    try:
-        with torch.no_grad() if hook.no_grad else nullcontext():
+    """Be the forward of a module that has hooks: before, the module's own forward, after."""
+    hooks = getattr(module._hf_hook, "hooks", [module._hf_hook])
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.release, module)
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        with torch.no_grad() if any(hook.no_grad for hook in hooks) else nullcontext():
             output = module._old_forward(*args, **kwargs)
-        return hook.post_forward(module, output)
-    finally:
-        hook.release(module)
+        return functools.reduce(lambda result, hook: hook.post_forward(module, result), hooks, output)
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
@@ -239,7 +222,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_blocking: bool = False):
+def send_to_device(obj, device, skip_keys: str | list[str] | None = None):
     """Move all tensors in nested lists, tuples, mappings and dataclasses; returns a like object.
 
     What has a `.to` of its own is moved by it. Mapping keys in `skip_keys` are left where they are, like a
@@ -248,10 +231,8 @@ def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_bl
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
 
     def send(value):
-        return send_to_device(value, device, skipped, non_blocking)
+        return send_to_device(value, device, skipped)
 
-    if isinstance(obj, torch.Tensor):
-        return obj.to(device, non_blocking=non_blocking)
     if hasattr(obj, "to") and not isinstance(obj, nn.Module | type):
         return obj.to(device)
     if isinstance(obj, list | tuple):
@@ -334,17 +315,15 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module, *args, **kwargs):
         self.lock.acquire()
-        self.calls.append(first_device([args, kwargs]) if self.io_same_device else None)
-        try:
-            if len(self.calls) == 1:
-                self.bring(module)
-            if self.execution_device is not None:
-                args = send_to_device(args, self.execution_device)
-                kwargs = send_to_device(kwargs, self.execution_device, self.skip_keys)
-            return args, kwargs
-        except BaseException:
-            self.release(module)
-            raise
+        self.calls.append(None)
+        if self.io_same_device:
+            self.calls[-1] = first_device([args, kwargs])
+        if len(self.calls) == 1:
+            self.bring(module)
+        if self.execution_device is not None:
+            args = send_to_device(args, self.execution_device)
+            kwargs = send_to_device(kwargs, self.execution_device, self.skip_keys)
+        return args, kwargs
 
     def post_forward(self, module, output):
         device = self.calls[-1]
@@ -366,9 +345,8 @@ class AlignDevicesHook(ModelHook):
         for name, parked in self.parked.items():
             if not isinstance(get_tensor(module, name), Parked):
                 continue  # somebody gave the module a value of its own
-            value = self.tied_params_map.get(self.prefix + name)
-            if value is None:
-                value = unpark(parked, self.weights_map[parked.full_name], self.execution_device)
+            here = self.tied_params_map.get(self.prefix + name)
+            value = unpark(parked, self.weights_map[parked.full_name], self.execution_device) if here is None else here
             if value.requires_grad and torch.is_grad_enabled():
                 warn_of_grad_mode()
                 value.register_hook(functools.partial(refuse_gradient, self.prefix + name))
@@ -646,11 +624,8 @@ def list_obstacles(model, units, resolved, main, away, values, offload_buffers) 
     """Say everything that keeps a map from being honoured, one text a problem."""
     if any_hook(model):
         return ["the model is dispatched already; undispatch(model) first"]
-    problems = []
-    for unit in units:
-        devices = sorted({resolved[name] for name in unit.tensors}, key=str)
-        if len(devices) > 1:
-            problems.append(f"{unit.name or 'the model'} has its own tensors on {devices}: give it one device")
+    places = {unit.name or "the model": sorted({resolved[n] for n in unit.tensors}, key=str) for unit in units}
+    problems = [f"{n} has its own tensors on {on}: give it one device" for n, on in places.items() if len(on) > 1]
     known = {n for g in names_by_tensor(model) if any(o in values for o in g) for n in g}
     for name, tensor in named_tensors(model):
         stays = name in away and not (offload_buffers or isinstance(tensor, nn.Parameter))
@@ -738,10 +713,11 @@ def cpu_offload_with_hook(
 def align_module_device(module: nn.Module):
     """Bring the weights of a module, and of the blocks in it, for as long as the context is entered."""
     with ExitStack() as stack:
-        for block, hook in [(block, hook) for block in module.modules() for hook in align_hooks(block)]:
-            with torch.inference_mode(False):  # so that what is changed by hand is noticed
-                hook.pre_forward(block)
-            stack.callback(hook.release, block)
+        for block in module.modules():
+            for hook in align_hooks(block):
+                stack.callback(hook.release, block)
+                with torch.inference_mode(False):  # so that what is changed by hand is noticed
+                    hook.pre_forward(block)
         yield
 
 
