@@ -190,26 +190,22 @@ def cut_into_units(model: nn.Module, blocks, dtype=None, special_dtypes=None, bu
 
     def add(name, module, keys, tensors):
         sizes = {id(tensor): stored_bytes(key, tensor, dtype, special_dtypes) for key, tensor in tensors.items()}
-        kept = [t for t in tensors.values() if not (buffers_move or isinstance(t, nn.Parameter))]
-        stays = {id(tensor): sizes[id(tensor)] for tensor in kept}
+        stays = {id(t): sizes[id(t)] for t in tensors.values() if not (buffers_move or isinstance(t, nn.Parameter))}
         need = sum(sizes.values()) - sum(stays.values())
         units.append(Unit(name, keys, tensors, sizes | {id(module): 0}, stays, need))
-        return units[-1]
 
     def visit(name, module):
-        """Add the units of a module; returns the largest `need` among them."""
         children, prefix = children_of(name, module), f"{name}." if name else ""
         if not children or reads_its_children(module) or name in blocks:
-            return add(name, module, [name], {prefix + key: tensor for key, tensor in named_tensors(module)}).need
-        start = len(units)
-        own = {prefix + key: tensor for key, tensor in own_tensors(module).items()}
-        own_unit = add(name, module, list(own), own) if own else None
-        needs = [visit(*child) for child in children]
-        if own_unit is not None:  # it is there for the module's whole forward, beside each child in turn
-            own_unit.need += max(needs)
-            needs.append(own_unit.need)
+            return add(name, module, [name], {prefix + key: tensor for key, tensor in named_tensors(module)})
+        start, own = len(units), {prefix + key: tensor for key, tensor in own_tensors(module).items()}
+        if own:
+            add(name, module, list(own), own)
+        for child in children:
+            visit(*child)
+        if own:  # it is there for the module's whole forward, beside each child in turn
+            units[start].need += max(unit.need for unit in units[start + 1 :])
         cuts.append((name, module, units[start:]))
-        return max(needs)
 
     visit("", model)
     return units, cuts

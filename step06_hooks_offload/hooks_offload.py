@@ -306,7 +306,7 @@ class AlignDevicesHook(ModelHook):
                         self.weights_map[key] = moved(tensor, "cpu")
                     tensor = park(tensor, key, self.reader or type(module).__name__)
                 self.parked[name] = tensor
-                set_tensor(module, name, self.parked[name])
+                set_tensor(module, name, tensor)
             elif self.execution_device is not None and not tensor.is_meta:
                 set_tensor(module, name, moved(tensor, self.execution_device))
         if self.parked:
@@ -407,8 +407,7 @@ def fill_state_dict(hook: AlignDevicesHook, module, state_dict, prefix, local_me
 
 def unpark(parked: torch.Tensor, value: torch.Tensor, device) -> torch.Tensor:
     """Make the real tensor for a stand-in: values on a device, in the stand-in's dtype, class and attributes."""
-    value = value.detach().to(device=value.device if device is None else device, dtype=parked.dtype)
-    value = dress(value, parked.like)
+    value = dress(value.detach().to(device=device, dtype=parked.dtype), parked.like)
     return value.requires_grad_(parked.requires_grad)
 
 
