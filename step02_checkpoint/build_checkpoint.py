@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from step01_model_def.model_def import (
-    CONFIGS, SEED, TinyTransformerClassifier, config_problems, format_bytes, raise_all, run_script,
+    CONFIGS, SEED, SIZES, TinyTransformerClassifier, config_problems, format_bytes, raise_all, run_script,
 )  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,10 +161,9 @@ def find_aliases(state_dict: dict) -> dict[str, str]:
     for name, tensor in state_dict.items():
         view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         place = (tensor.device, tensor.data_ptr(), view)
-        if tensor.numel() and place in first_name:
-            aliases[name] = first_name[place]
-        else:
-            first_name[place] = name
+        first = first_name.setdefault(place, name) if tensor.numel() else name
+        if first != name:
+            aliases[name] = first
     return aliases
 
 
@@ -445,9 +444,8 @@ def rebuild_command(config_name: str = "tiny") -> str:
 def load_config(path: Path) -> dict:
     """Read a model's configuration; raises CheckpointError with everything that is wrong in it."""
     config = read_json(path)
-    expected = CONFIGS["tiny"].keys()
-    problems = [f"{name} is missing" for name in expected - config.keys()]
-    problems += [f"{name} is unknown" for name in config.keys() - expected]
+    problems = [f"{name} is missing" for name in SIZES if name not in config]
+    problems += [f"{name} is unknown" for name in config if name not in SIZES]
     problems = sorted(problems) or config_problems(**config)
     raise_all(problems, f"{relative(path)} is not a model's configuration: ", CheckpointError)
     return config
