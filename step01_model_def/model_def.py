@@ -36,7 +36,7 @@ def config_problems(vocab_size, hidden_size, num_heads, num_layers, num_classes,
 
 
 def raise_all(problems: list[str], what: str = "", error: type[Exception] = ValueError, between: str = "; ") -> None:
-    """Raise one error that lists all problems, after `what` is wrong; where there are none, do nothing."""
+    """Raise one error that says `what` is wrong and lists all problems; where there are none, do nothing."""
     if problems:
         raise error(what + between.join(problems))
 

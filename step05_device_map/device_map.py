@@ -177,7 +177,7 @@ def find_groups(units: list[Unit], homes: dict | None = None) -> list[Group]:
                 large += small
                 for member in small:
                     group_of[member] = large
-    return [Group([units[i] for i in sorted(group)]) for group in {id(group): group for group in group_of}.values()]
+    return [Group([units[i] for i in sorted(group)]) for group in {id(g): g for g in group_of}.values()]
 
 
 def cut_into_units(model: nn.Module, blocks, dtype=None, special_dtypes=None, buffers_move: bool = True):
