@@ -84,8 +84,8 @@ def device_bars(plans: dict, title: str) -> plt.Figure:
         devices = [device for device in packer.devices if packer.used[device] or isinstance(device, int)]
         for row, device in enumerate(devices):
             start = 0
-            for index, unit in enumerate(packer.units):
-                if packer.place_of[index] == device:
+            for unit in packer.units:
+                if packer.place_of[unit.name] == device:
                     size = sum(unit.sizes.values()) / 1e6
                     axes.barh(row, size, left=start, color=device_colour(device), edgecolor="white", height=0.7)
                     start += size

@@ -35,6 +35,12 @@ def config_problems(vocab_size, hidden_size, num_heads, num_layers, num_classes,
     return problems
 
 
+def raise_all(problems: list[str], what: str = "", error: type[Exception] = ValueError, between: str = "; ") -> None:
+    """Raise one error that says `what` is wrong and lists all problems; where there are none, do nothing."""
+    if problems:
+        raise error(what + between.join(problems))
+
+
 class TinyTransformerClassifier(nn.Module):
     """A Transformer encoder that sorts sequences of token ids into classes.
 
@@ -44,9 +50,7 @@ class TinyTransformerClassifier(nn.Module):
     """
 
     def __init__(self, vocab_size, hidden_size, num_heads, num_layers, num_classes, max_length):
-        problems = config_problems(vocab_size, hidden_size, num_heads, num_layers, num_classes, max_length)
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_all(config_problems(vocab_size, hidden_size, num_heads, num_layers, num_classes, max_length))
         super().__init__()
         self.max_length = max_length
         self.token_embedding = nn.Embedding(vocab_size, hidden_size)

@@ -13,10 +13,9 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from step01_model_def.model_def import (
-    CONFIGS, SEED, TinyTransformerClassifier, config_problems, format_bytes, run_script,
+    CONFIGS, SEED, SIZES, TinyTransformerClassifier, config_problems, format_bytes, raise_all, run_script,
 )  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,13 +47,8 @@ class CheckpointError(ValueError):
 # --- where things are -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CheckpointPaths:
-    """Where one configuration's checkpoint is: its config, its weights in one file, its weights in shards."""
-
-    config: Path
-    weights: Path
-    shards: Path
+# Where one configuration's checkpoint is: its config, its weights in one file, its weights in shards.
+CheckpointPaths = namedtuple("CheckpointPaths", "config weights shards")
 
 
 def checkpoint_paths(config_name: str = "tiny") -> CheckpointPaths:
@@ -108,10 +102,10 @@ def write_whole(path: Path):
 
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
-    elif path.exists():
-        path.unlink()
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -167,10 +161,9 @@ def find_aliases(state_dict: dict) -> dict[str, str]:
     for name, tensor in state_dict.items():
         view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         place = (tensor.device, tensor.data_ptr(), view)
-        if tensor.numel() and place in first_name:
-            aliases[name] = first_name[place]
-        else:
-            first_name[place] = name
+        first = first_name.setdefault(place, name) if tensor.numel() else name
+        if first != name:
+            aliases[name] = first
     return aliases
 
 
@@ -230,8 +223,7 @@ def save_sharded_checkpoint(
         problems.append("this is a file; give a folder")
     if limit < 1:
         problems.append(f"max_shard_size={max_shard_size!r} leaves no room for a tensor")
-    if problems:
-        raise CheckpointError(f"cannot save to {relative(folder)}:\n  " + "\n  ".join(problems))
+    raise_all(problems, f"cannot save to {relative(folder)}:\n  ", CheckpointError, between="\n  ")
     dtypes, weight_map = dtypes or {}, {}
     aliases = {a: n for a, n in find_aliases(tensors).items() if dtypes.get(a) == dtypes.get(n) and a != "format"}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
@@ -276,9 +268,8 @@ def read_json(path: Path, text: bytes | None = None) -> dict:
     """Read a file that holds one JSON object, or its part `text`; a name that stands twice in it is refused."""
 
     def refuse_duplicates(pairs):
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"names stand twice: {sorted({n for n in names if names.count(n) > 1})}")
+        counts = Counter(name for name, _ in pairs)
+        raise_all([name for name in sorted(counts) if counts[name] > 1], "names stand twice: ", between=", ")
         return dict(pairs)
 
     try:
@@ -309,8 +300,7 @@ def read_index(index_file: Path) -> dict[str, Path]:
                 problems.append(f"{file!r} is absent")
         except (OSError, ValueError, RuntimeError) as error:  # too long, not a name at all, a circle of links
             problems.append(f"{file!r} cannot be looked for ({error}); refused")
-    if problems:
-        raise CheckpointError(f"{relative(index_file)} names files that cannot be read: {'; '.join(problems)}")
+    raise_all(problems, f"{relative(index_file)} names files that cannot be read: ", CheckpointError)
     return {name: folder / file for name, file in weight_map.items()}
 
 
@@ -380,10 +370,9 @@ def tensor_files(checkpoint: Path) -> tuple[dict[str, Path], dict[str, str]]:
         here, named = set(header), {name for name, its_file in weight_map.items() if its_file == file}
         problems += [f"{name} is not in {relative(file)}" for name in sorted(named - here)]
         problems += [f"{name} is in {relative(file)}, but not listed for it" for name in sorted(here - named)]
-        recorded = {alias: name for alias, name in metadata.items() if name in here}
-        aliases.update({alias: recorded[alias] for alias in recorded.keys() - weight_map.keys() - {"format"}})
-    if problems:
-        raise CheckpointError(f"{relative(start)} and its shards disagree: " + "; ".join(problems))
+        recorded = metadata.keys() - weight_map.keys() - {"format"}
+        aliases |= {alias: metadata[alias] for alias in recorded if metadata[alias] in here}
+    raise_all(problems, f"{relative(start)} and its shards disagree: ", CheckpointError)
     return weight_map, aliases
 
 
@@ -404,8 +393,7 @@ def load_pt(path: Path) -> dict[str, torch.Tensor]:
         files = read_index(path)
         shards = {file: load_pt(file) for file in set(files.values())}
         absent = [f"{name} is not in {relative(file)}" for name, file in files.items() if name not in shards[file]]
-        if absent:
-            raise CheckpointError(f"{relative(path)} and its shards disagree: {'; '.join(absent)}")
+        raise_all(absent, f"{relative(path)} and its shards disagree: ", CheckpointError)
         return {name: shards[file][name] for name, file in files.items()}
     try:
         mapped = zipfile.is_zipfile(path)  # files older than PyTorch 1.6 are not, and cannot be mapped
@@ -424,8 +412,7 @@ def only_tensors(state_dict, source: str) -> dict[str, torch.Tensor]:
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"{source} holds a {type(state_dict).__name__}, not a state_dict")
     others = [str(name) for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
-    if others:
-        raise CheckpointError(f"{source} is no state_dict; these are not tensors: {', '.join(others)}")
+    raise_all(others, f"{source} is no state_dict; these are not tensors: ", CheckpointError, between=", ")
     return {name: tensor.detach() for name, tensor in state_dict.items()}
 
 
@@ -464,12 +451,10 @@ def rebuild_command(config_name: str = "tiny") -> str:
 def load_config(path: Path) -> dict:
     """Read a model's configuration; raises CheckpointError with everything that is wrong in it."""
     config = read_json(path)
-    expected = CONFIGS["tiny"].keys()
-    problems = [f"{name} is missing" for name in expected - config.keys()]
-    problems += [f"{name} is unknown" for name in config.keys() - expected]
+    problems = [f"{name} is missing" for name in SIZES if name not in config]
+    problems += [f"{name} is unknown" for name in config if name not in SIZES]
     problems = sorted(problems) or config_problems(**config)
-    if problems:
-        raise CheckpointError(f"{relative(path)} is not a model's configuration: " + "; ".join(problems))
+    raise_all(problems, f"{relative(path)} is not a model's configuration: ", CheckpointError)
     return config
 
 
@@ -479,8 +464,7 @@ def check_checkpoint(config_name: str) -> None:
     config = load_config(paths.config)
     right = CONFIGS[config_name]
     wrong = [f"{name}={config[name]}, not {right[name]}" for name in right if config[name] != right[name]]
-    if wrong:
-        raise CheckpointError(f"{relative(paths.config)} is not the config {config_name}: {'; '.join(wrong)}")
+    raise_all(wrong, f"{relative(paths.config)} is not the config {config_name}: ", CheckpointError)
     load_pt(paths.weights)
     tensor_files(paths.shards)
 

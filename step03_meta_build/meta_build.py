@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextvars import ContextVar
 from pathlib import Path
 
 import psutil
@@ -34,30 +35,16 @@ MODULE = "step03_meta_build.meta_build"  # for the fresh processes in which memo
 # --- the context ------------------------------------------------------------------------------------------
 
 
-class OpenContexts(threading.local):
-    """The contexts that a thread has entered and not left, the innermost last; each thread has its own."""
-
-    def __init__(self):
-        self.stack = []
-
-
-open_contexts = OpenContexts()
-
-
-@dataclass
-class Context:
-    """What is built now goes to `device`; `moved` knows the result for each tensor that was registered."""
-
-    device: torch.device
-    include_buffers: bool
-    moved: WeakTensorKeyDictionary
+# What is built now goes to `device`; `moved` knows the result for each tensor that was registered.
+Context = namedtuple("Context", "device include_buffers moved")
+innermost = ContextVar("innermost", default=None)  # the context that a thread is in; each thread has its own
 
 
 def on_register(module: nn.Module, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Move a tensor that a module registers, if this thread is in a context that wants it; else return None."""
-    context = open_contexts.stack[-1] if open_contexts.stack else None
-    if context is None or tensor is None or is_lazy(tensor):
-        return None
+    context = innermost.get()
+    if context is None or tensor is None or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return None  # the last is a lazy module's: it has no shape yet, and so nothing to move
     if not isinstance(tensor, nn.Parameter) and not context.include_buffers:
         return None
     if tensor not in context.moved:  # registered under a second name, it is the same tensor again: the tie holds
@@ -74,11 +61,11 @@ register_module_buffer_registration_hook(on_register)
 @contextmanager
 def entered(context: Context | None):
     """Make a context the one that this thread builds in; None suspends the others."""
-    open_contexts.stack.append(context)
+    outer = innermost.set(context)
     try:
         yield
     finally:
-        open_contexts.stack.pop()
+        innermost.reset(outer)
 
 
 @contextmanager
@@ -106,11 +93,6 @@ def init_empty_weights(include_buffers: bool = False):
     is in no checkpoint, and would never get its values back. The idea is Accelerate's, and the name.
     """
     return init_on_device("meta", include_buffers=include_buffers)
-
-
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Tell whether this is a parameter of a lazy module, which has no shape yet and so nothing to move."""
-    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
 
 
 def dress(new: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -176,23 +158,19 @@ def measure_here(statement: str, setup: str) -> None:
     exec(setup, namespace)
     before, earlier_peak, start = process.memory_info(), peak_rss_bytes(), time.perf_counter()
 
-    def sample():
-        curve.append((time.perf_counter() - start, (process.memory_info().rss - before.rss) / 2**20))
-
     def keep_sampling():
-        while not done.wait(0.005):
-            sample()
+        finished = False
+        while not finished:
+            finished = done.wait(0.005)
+            curve.append((time.perf_counter() - start, (process.memory_info().rss - before.rss) / 2**20))
 
-    sampler = threading.Thread(target=keep_sampling)
+    sampler = threading.Thread(target=keep_sampling, daemon=True)  # it ends with the process if the statement fails
     sampler.start()
-    try:
-        exec(statement, namespace)  # what it makes stays alive in the namespace until the end is measured
-    finally:
-        done.set()
-        sampler.join()
-    sample()
+    exec(statement, namespace)  # what it makes stays alive in the namespace until the end is measured
+    done.set()
+    sampler.join()
     after, peak = process.memory_info(), peak_rss_bytes()
-    highest = max([after.rss, *([peak] if peak > earlier_peak else [])]) - before.rss
+    highest = (peak if peak > earlier_peak else after.rss) - before.rss
     in_files = getattr(after, "shared", 0) - getattr(before, "shared", 0)
     growth = {"peak_mb": highest, "file_mb": in_files, "anonymous_mb": after.rss - before.rss - in_files}
     print(json.dumps({**{name: size / 2**20 for name, size in growth.items()}, "curve": curve}))
@@ -233,13 +211,13 @@ def warm_up() -> None:
     build_empty("tiny")
 
 
-def why_not_to_cpu(model: nn.Module) -> str:
-    """Try to move a meta model to the CPU and return what PyTorch answers."""
+def error_of(function, *args) -> str:
+    """Call a function that must fail, and return what its error says."""
     try:
-        model.to("cpu")
-    except NotImplementedError as error:
+        function(*args)
+    except (ValueError, NotImplementedError) as error:
         return str(error)
-    raise RuntimeError("the model moved, so nothing of it was on the meta device")
+    raise RuntimeError("it should have failed, and did not")
 
 
 def main() -> None:
@@ -258,7 +236,7 @@ def main() -> None:
     print(f"meta_parameter_tensors={count_meta_parameters(model)}")
     print(f"same_structure_as_the_real_model={structure(model) == structure(build_model('tiny'))}")
     print(f"random_numbers_drawn={not torch.equal(random_state, torch.get_rng_state())}")
-    print(f"to_cpu_error={why_not_to_cpu(build_empty('tiny'))}")
+    print(f"to_cpu_error={error_of(build_empty('tiny').to, 'cpu')}")
 
     warm_up()
     before, start = rss_mb(), time.perf_counter()

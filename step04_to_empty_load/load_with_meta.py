@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from step01_model_def.model_def import (
-    TinyTransformerClassifier, count_meta_parameters, count_parameters, fixed_sequences, run_script,
+    TinyTransformerClassifier, count_meta_parameters, count_parameters, fixed_sequences, raise_all, run_script,
 )  # fmt: skip
 from step02_checkpoint.build_checkpoint import (
     CheckpointError, build_model, checkpoint_paths, ensure_checkpoint, find_checkpoint_file, is_safetensors,
     load_config, load_pt, only_tensors, open_shard, relative, tensor_files,
 )  # fmt: skip
-from step03_meta_build.meta_build import dress, entered, init_empty_weights, measure_rss, rss_mb, warm_up
+from step03_meta_build.meta_build import dress, entered, error_of, init_empty_weights, measure_rss, rss_mb, warm_up
 
 # --- tied weights -----------------------------------------------------------------------------------------
 
@@ -95,8 +95,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> nn.Module:
     Raises ValueError, before anything changes, naming each buffer whose values nothing could bring back.
     """
     lost = unfillable_buffers(module)
-    if lost:
-        raise ValueError("\n  ".join(["cannot materialize:", *(f"{name}: {UNFILLABLE}" for name in lost)]))
+    raise_all([f"{name}: {UNFILLABLE}" for name in lost], "cannot materialize:\n  ", between="\n  ")
     with entered(None):  # also inside init_empty_weights, what is set here is real
         for names in names_by_tensor(module):
             old = get_tensor(module, names[0])
@@ -110,8 +109,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> nn.Module:
 def check_no_meta_tensors(model: nn.Module) -> None:
     """Raise ValueError that lists what is still on meta: a CPU may compute garbage with it, without an error."""
     on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
-    if on_meta:
-        raise ValueError(f"still on the meta device, load them first: {', '.join(on_meta)}")
+    raise_all(on_meta, "still on the meta device, load them first: ", between=", ")
 
 
 # --- one strict loader ------------------------------------------------------------------------------------
@@ -191,8 +189,7 @@ def check_fit(model: nn.Module, stored: Mapping, files: dict, sources: dict[str,
         if any(value is not values[0] and not same_bytes(value, values[0]) for value in values):
             problems.append(f"tied: {', '.join(names)}: one tensor in the model, different values in the file")
     problems += [f"not filled: {name}: {UNFILLABLE}" for name in unfillable_buffers(model)]
-    if problems:
-        raise CheckpointError("\n  ".join([f"cannot load into {type(model).__name__}:", *sorted(problems)]))
+    raise_all(sorted(problems), f"cannot load into {type(model).__name__}:\n  ", CheckpointError, between="\n  ")
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -358,10 +355,7 @@ def fault_lost_buffer(normal: nn.Module) -> None:
         model.to_empty(device="cpu")
     print(f"lost_buffer_missing_keys={model.load_state_dict(normal.state_dict(), strict=True).missing_keys}")
     print(f"lost_buffer_has_its_values={torch.equal(model.table, normal.table)}")
-    try:
-        load_strict(ours, normal.state_dict())
-    except CheckpointError as error:
-        print(f"lost_buffer_error={' '.join(str(error).split())}")
+    print(f"lost_buffer_error={' '.join(error_of(load_strict, ours, normal.state_dict()).split())}")
 
 
 def fault_assign(normal: nn.Module) -> None:
@@ -380,10 +374,7 @@ def fault_no_assign(normal: nn.Module) -> None:
         warnings.simplefilter("always")
         model.load_state_dict(normal.state_dict(), strict=True)
     print(f"no_assign_warnings={len(caught)}")
-    try:
-        check_no_meta_tensors(model)
-    except ValueError as error:
-        print(f"no_assign_error={error}")
+    print(f"no_assign_error={error_of(check_no_meta_tensors, model)}")
 
 
 def measure_peaks(config_name: str) -> dict[str, dict]:

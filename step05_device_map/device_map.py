@@ -8,18 +8,19 @@ forward will cost. No device that is planned for is needed, and no memory for th
 
 import argparse
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from warnings import warn
 
 import psutil
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from step01_model_def.model_def import CONFIGS, format_bytes, run_script
+from step01_model_def.model_def import CONFIGS, format_bytes, raise_all, run_script
 from step02_checkpoint.build_checkpoint import parse_size
 from step03_meta_build.meta_build import build_empty
 from step04_to_empty_load.load_with_meta import named_tensors
@@ -44,11 +45,8 @@ def dtype_byte_size(dtype: torch.dtype | str) -> int:
 
 def stored_bytes(name: str, tensor: torch.Tensor, dtype=None, special_dtypes=None) -> int:
     """Count the bytes of a tensor as it will be stored: `dtype` changes floating-point tensors only."""
-    if name in (special_dtypes or {}):
-        dtype = special_dtypes[name]
-    elif dtype is None or not tensor.is_floating_point():
-        dtype = tensor.dtype
-    return tensor.numel() * dtype_byte_size(dtype)
+    usual = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    return tensor.numel() * dtype_byte_size((special_dtypes or {}).get(name, usual))
 
 
 def named_module_tensors(module: nn.Module, include_buffers: bool = True, recurse: bool = False):
@@ -62,16 +60,12 @@ def compute_module_sizes(
     model: nn.Module, dtype=None, special_dtypes: dict | None = None, buffers_only: bool = False
 ) -> dict[str, int]:
     """Count the bytes under each dotted prefix, `""` being all; within a prefix, a tied tensor counts once."""
-    sizes, seen = {"": 0}, set()
+    sizes = {"": {}}
     for name, tensor in named_tensors(model):
-        if buffers_only and isinstance(tensor, nn.Parameter):
-            continue
-        size = stored_bytes(name, tensor, dtype, special_dtypes)
-        for prefix in prefixes(name):
-            if (prefix, id(tensor)) not in seen:
-                seen.add((prefix, id(tensor)))
-                sizes[prefix] = sizes.get(prefix, 0) + size
-    return sizes
+        if not (buffers_only and isinstance(tensor, nn.Parameter)):
+            for prefix in prefixes(name):
+                sizes.setdefault(prefix, {}).setdefault(id(tensor), stored_bytes(name, tensor, dtype, special_dtypes))
+    return {prefix: sum(by_identity.values()) for prefix, by_identity in sizes.items()}
 
 
 def prefixes(name: str) -> list[str]:
@@ -84,15 +78,13 @@ def get_max_layer_size(
     modules: list[tuple[str, nn.Module]], module_sizes: dict[str, int], no_split_module_classes: list[str]
 ) -> tuple[int, list[str]]:
     """Find the largest layer, a block or a module without children: its bytes, and all names of that size."""
-    layers = []
-    for name, module in modules:
-        children = children_of(name, module)
-        if children and type(module).__name__ not in no_split_module_classes:
-            layers.append(get_max_layer_size(children, module_sizes, no_split_module_classes))
-        else:
-            layers.append((module_sizes.get(name, 0), [name]))
-    largest = max((size for size, _ in layers), default=0)
-    return largest, [name for size, names in layers if size == largest for name in names]
+
+    def whole(module):
+        return type(module).__name__ in no_split_module_classes or not list(module.children())
+
+    sizes = {name: module_sizes.get(name, 0) for module in modules for name in outermost(*module, whole)}
+    largest = max(sizes.values(), default=0)
+    return largest, [name for name, size in sizes.items() if size == largest]
 
 
 # --- blocks and units -------------------------------------------------------------------------------------
@@ -111,18 +103,17 @@ def find_blocks(model: nn.Module, no_split_module_classes: list[str] | str | Non
     if classes is None:
         classes = {c for m in model.modules() for c in getattr(m, "_no_split_modules", None) or ()}
         classes = classes & {type(m).__name__ for m in model.modules()}
-    blocks = {}
+    if classes or no_split_module_classes is not None:
+        return outermost("", model, lambda module: type(module).__name__ in classes)
+    items = {item for m in model.modules() if isinstance(m, nn.ModuleList) for item in m}
+    return outermost("", model, lambda module: module in items or isinstance(module, nn.TransformerEncoderLayer))
 
-    def visit(name, module, parent):
-        alike = isinstance(parent, nn.ModuleList) or isinstance(module, nn.TransformerEncoderLayer)
-        if type(module).__name__ in classes or (no_split_module_classes is None and not classes and alike):
-            blocks[name] = module
-        else:
-            for child_name, child in children_of(name, module):
-                visit(child_name, child, module)
 
-    visit("", model, None)
-    return blocks
+def outermost(name: str, module: nn.Module, wanted) -> dict[str, nn.Module]:
+    """Find the modules for which `wanted` is true, by full name, but none inside another."""
+    if wanted(module):
+        return {name: module}
+    return {n: m for child in children_of(name, module) for n, m in outermost(*child, wanted).items()}
 
 
 def children_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -146,20 +137,51 @@ class Unit:
     """What is planned, brought and dropped whole: a block, a leaf, or what a split module owns itself.
 
     `keys` are its entries in a device map, `tensors` its tensors by full name; `sizes` has their bytes by
-    identity, `buffers` those of the buffers among them. `need` is what the executing device must have free to
-    run it: itself, and where it is what a split module owns, the largest of that module's children, too.
+    identity, `stays` those of the buffers that are on the executing device wherever the unit is. `need` is what
+    that device must have free to run it: all that moves, and where it is what a split module owns, the largest
+    of that module's children, too.
     """
 
     name: str
     keys: list[str]
     tensors: dict[str, torch.Tensor]
     sizes: dict[int, int]
-    buffers: dict[int, int]
+    stays: dict[int, int]
     need: int
+
+    def __str__(self) -> str:
+        return ", ".join(self.keys) or "the model"
+
+
+class Group:
+    """Units that are placed together, since they share tensors, directly or by way of others; mostly one alone."""
+
+    def __init__(self, units: list[Unit]):
+        self.units, self.need = units, max(unit.need for unit in units)
+        self.size, self.stays = total(unit.sizes for unit in units), total(unit.stays for unit in units)
+
+
+def total(tables) -> int:
+    """Sum up tables of bytes by identity: what stands in several of them counts once."""
+    return sum({key: size for table in tables for key, size in table.items()}.values())
+
+
+def find_groups(units: list[Unit], homes: dict | None = None) -> list[Group]:
+    """Group units in the order of the first of each; where they have `homes`, only those with the same home."""
+    group_of, owner = [[index] for index in range(len(units))], {}
+    for index, unit in enumerate(units):
+        for key in unit.sizes:
+            other = owner.setdefault((key, homes and homes[unit.name]), index)
+            small, large = sorted((group_of[index], group_of[other]), key=len)
+            if small is not large:
+                large += small
+                for member in small:
+                    group_of[member] = large
+    return [Group([units[i] for i in sorted(group)]) for group in {id(g): g for g in group_of}.values()]
 
 
 def cut_into_units(model: nn.Module, blocks, dtype=None, special_dtypes=None, buffers_move: bool = True):
-    """Cut a model into units; returns them, and for each module that was cut its name, itself and their range.
+    """Cut a model into units; returns them, and for each module that was cut its name, itself and its units.
 
     `blocks` are the names of the modules with children that stay whole, `buffers_move` tells whether the
     buffers of an offloaded unit are offloaded with it.
@@ -168,25 +190,22 @@ def cut_into_units(model: nn.Module, blocks, dtype=None, special_dtypes=None, bu
 
     def add(name, module, keys, tensors):
         sizes = {id(tensor): stored_bytes(key, tensor, dtype, special_dtypes) for key, tensor in tensors.items()}
-        buffers = {id(t): sizes[id(t)] for t in tensors.values() if not isinstance(t, nn.Parameter)}
-        need = sum(sizes.values()) - (0 if buffers_move else sum(buffers.values()))
-        units.append(Unit(name, keys, tensors, sizes | {id(module): 0}, buffers, need))
-        return units[-1]
+        stays = {id(t): sizes[id(t)] for t in tensors.values() if not (buffers_move or isinstance(t, nn.Parameter))}
+        need = sum(sizes.values()) - sum(stays.values())
+        units.append(Unit(name, keys, tensors, sizes | {id(module): 0}, stays, need))
 
     def visit(name, module):
-        """Add the units of a module; returns the largest `need` among them."""
         children, prefix = children_of(name, module), f"{name}." if name else ""
         if not children or reads_its_children(module) or name in blocks:
-            return add(name, module, [name], {prefix + key: tensor for key, tensor in named_tensors(module)}).need
-        start = len(units)
-        own = {prefix + key: tensor for key, tensor in own_tensors(module).items()}
-        own_unit = add(name, module, list(own), own) if own else None
-        needs = [visit(*child) for child in children]
-        if own_unit is not None:  # it is there for the module's whole forward, beside each child in turn
-            own_unit.need += max(needs)
-            needs.append(own_unit.need)
-        cuts.append((name, module, range(start, len(units))))
-        return max(needs)
+            return add(name, module, [name], {prefix + key: tensor for key, tensor in named_tensors(module)})
+        start, own = len(units), {prefix + key: tensor for key, tensor in own_tensors(module).items()}
+        if own:
+            add(name, module, list(own), own)
+        for child in children:
+            visit(*child)
+        if own:  # it is there for the module's whole forward, beside each child in turn
+            units[start].need += max(unit.need for unit in units[start + 1 :])
+        cuts.append((name, module, units[start:]))
 
     visit("", model)
     return units, cuts
@@ -204,7 +223,7 @@ def normalize_device(device: int | str | torch.device) -> int | str:
     kind, _, number = text.partition(":")
     if text in ("cpu", "disk", "cpu:0"):
         return kind
-    if text.isdecimal() and not isinstance(device, bool):
+    if text.isdecimal():
         return int(text)
     known = kind in ("cuda", "xpu", "mps", "npu", "hpu") or (isinstance(device, torch.device) and kind != "meta")
     if known and (not number or number.isdecimal()):
@@ -227,8 +246,7 @@ def get_max_memory(max_memory: dict | None = None) -> dict[int | str, int]:
         if device in table:
             problems.append(f"device {device!r} stands twice in the table")
         table[device] = bytes_
-    if problems:
-        raise ValueError("max_memory is wrong: " + "; ".join(problems))
+    raise_all(problems, "max_memory is wrong: ")
     return {device: table[device] for device in sorted(table, key=device_order)}
 
 
@@ -245,14 +263,18 @@ def device_order(device: int | str) -> tuple:
     return (("cpu", "disk").index(device) + 1, 0) if isinstance(device, str) else (0, device)
 
 
+def accelerators() -> list[torch.device]:
+    """List the accelerators of this machine."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
+
+
 def measured_memory() -> dict[int | str, int]:
     """Measure what is free: each accelerator's memory, and RAM, or less of it where a container sets a limit."""
     ram = min(psutil.virtual_memory().available, container_limit())
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is not None and kind.type == "mps":
+    if any(device.type == "mps" for device in accelerators()):
         return {0: ram}  # a Mac's GPU uses the RAM itself: counting it twice would promise too much
-    count = torch.accelerator.device_count() if kind is not None else 0
-    return {index: torch.accelerator.get_memory_info(index)[0] for index in range(count)} | {"cpu": ram}
+    return {d.index: torch.accelerator.get_memory_info(d)[0] for d in accelerators()} | {"cpu": ram}
 
 
 def container_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -296,135 +318,100 @@ def get_balanced_memory(
 
 
 class Packer:
-    """Places units on devices and keeps the books: who holds what, and how much must stay free.
+    """Places groups of units on devices and keeps the books: who holds what, and how much must stay free.
 
     The executing device is the first accelerator that holds anything, or else the cpu. On it there must be
     room for the largest unit that is elsewhere: it comes back to run. The cpu keeps such room too, since what
     is on disk comes through RAM.
     """
 
-    def __init__(self, units: list[Unit], table: dict, headroom: int = 0, buffers_move: bool = True):
-        self.units, self.headroom, self.buffers_move = units, headroom, buffers_move
+    def __init__(self, units: list[Unit], table: dict, headroom: int = 0, homes: dict | None = None):
+        self.units, self.groups, self.headroom = units, find_groups(units, homes), headroom
         self.budget = {"disk": math.inf} | table
         self.devices = sorted(self.budget, key=device_order)
         self.used = dict.fromkeys(self.devices, 0)
-        self.place_of: dict[int, int | str] = {}
+        self.place_of: dict[str, int | str] = {}
         self.executing: int | str = "cpu"
-        self.parked_need, self.parked_buffers = {"cpu": 0, "disk": 0}, {"cpu": 0, "disk": 0}
-        self.group_of = self.find_groups()
-        self.need_from, self.buffers_from = self.look_ahead()
-
-    def find_groups(self) -> list[list[int]]:
-        """Find for each unit the units that share tensors with it, directly or by way of others."""
-        owners, group_of = {}, [None] * len(self.units)
-        for index, unit in enumerate(self.units):
-            for key in unit.sizes:
-                owners.setdefault(key, []).append(index)
-        for index in range(len(self.units)):
-            waiting, group = [index] if group_of[index] is None else [], []
-            while waiting:
-                member = waiting.pop()
-                if group_of[member] is None:
-                    group_of[member] = group
-                    group.append(member)
-                    waiting += [i for key in self.units[member].sizes for i in owners.pop(key, [])]
-            group.sort()
-        return group_of
-
-    def look_ahead(self) -> tuple[list[int], list[int]]:
-        """Sum up, for each position, what is still to come: the largest need, and all bytes of buffers."""
-        need, buffers = [0], [0]
-        for index in reversed(range(len(self.units))):
-            group = self.group_of[index]
-            first = group[0] == index  # the others of a tied group are placed with the first
-            need.append(max(need[-1], max(self.units[member].need for member in group) if first else 0))
-            buffers.append(buffers[-1] + (self.buffer_bytes(group) if first else 0))
-        return need[::-1], buffers[::-1]
-
-    def group_bytes(self, group: list[int]) -> int:
-        """Count the bytes of tied units: what they share counts once."""
-        return sum({key: size for member in group for key, size in self.units[member].sizes.items()}.values())
-
-    def buffer_bytes(self, group: list[int]) -> int:
-        """Count the bytes of tied units' buffers."""
-        return sum({key: size for member in group for key, size in self.units[member].buffers.items()}.values())
+        self.parked_need, self.parked_stays = {"cpu": 0, "disk": 0}, {"cpu": 0, "disk": 0}
+        # what is still to come from each position on: the largest need, and all bytes that stay
+        self.need_from = [*accumulate((g.need for g in reversed(self.groups)), max, initial=0)][::-1]
+        self.stays_from = [*accumulate((g.stays for g in reversed(self.groups)), initial=0)][::-1]
 
     def reserve(self, device: int | str, after: int) -> int:
         """Say how many bytes must stay free on a device for what may come to it from elsewhere.
 
-        `after` is the position from which on units are still to be placed.
+        `after` is the position from which on groups are still to be placed.
         """
-        executes = device != "disk" and device_order(device) <= device_order(self.executing)
+        executes = device_order(device) <= device_order(self.executing)
         elsewhere = [kind for kind in self.parked_need if kind != device and self.budget.get(kind, 0) > 0]
-        if not (executes or device == "cpu"):
-            return 0
-        room = max([self.need_from[after], *map(self.parked_need.get, elsewhere)]) if elsewhere else 0
-        if executes and elsewhere and not self.buffers_move:
-            room += self.buffers_from[after] + sum(map(self.parked_buffers.get, elsewhere))
-        return room + (self.headroom if executes else 0)
+        room = self.headroom if executes else 0
+        if elsewhere and (executes or device == "cpu"):
+            room += max(self.need_from[after], *(self.parked_need[kind] for kind in elsewhere))
+        if elsewhere and executes:
+            room += self.stays_from[after] + sum(self.parked_stays[kind] for kind in elsewhere)
+        return room
 
     def free(self, device: int | str) -> float:
         """Say how many bytes of a device's budget nobody has taken."""
         return self.budget[device] - self.used[device]
 
-    def fits(self, device: int | str, group: list[int], after: int) -> bool:
-        """Tell whether tied units fit on a device together, with what must stay free there."""
-        return self.group_bytes(group) + self.reserve(device, after) <= self.free(device)
+    def fits(self, device: int | str, group: Group, after: int) -> bool:
+        """Tell whether a group fits on a device, with what must stay free there."""
+        return group.size + self.reserve(device, after) <= self.free(device)
 
-    def place(self, group: list[int], device: int | str) -> None:
-        """Put tied units on a device, together."""
-        size = self.group_bytes(group)
-        self.used[device] += size
-        self.place_of.update(dict.fromkeys(group, device))
+    def place(self, group: Group, device: int | str) -> None:
+        """Put a group on a device."""
+        self.used[device] += group.size
+        self.place_of.update({unit.name: device for unit in group.units})
         if isinstance(device, str):
-            self.parked_need[device] = max(self.parked_need[device], *(self.units[i].need for i in group))
-            self.parked_buffers[device] += self.buffer_bytes(group)
-        elif size:
+            self.parked_need[device] = max(self.parked_need[device], group.need)
+            self.parked_stays[device] += group.stays
+        elif group.size:
             self.executing = min(device, self.executing, key=device_order)
 
-    def walk(self, fallback: bool = False, say=lambda text: None) -> list[int]:
-        """Place all units: in order, each on the first device that takes it, never back to an earlier one.
+    def walk(self, fallback: bool = False, say=lambda text: None) -> list[Unit]:
+        """Place all groups: in order, each on the first device that takes it, never back to an earlier one.
 
         Only what the last device refuses may still go to an earlier one. With `fallback`, a device that would
-        stay empty gets the first later unit that fits. Returns the units that nothing can hold.
+        stay empty gets the first later group that fits. Returns the units that nothing can hold.
         """
         homeless, current = [], 0
-        for index in range(len(self.units)):
-            group = self.group_of[index]
-            if group[0] != index or index in self.place_of:
+        for index, group in enumerate(self.groups):
+            if group.units[0].name in self.place_of:
                 continue
             while current < len(self.devices) - 1 and not self.fits(self.devices[current], group, index + 1):
                 device = self.devices[current]
-                say(f"{self.name(index)}: {self.why_not(device, index)}")
+                say(f"{group.units[0]}: {self.why_not(device, index)}")
                 later = self.first_that_fits(device, index) if fallback and not self.used[device] else None
                 if later is None:
                     current += 1
                 else:
-                    say(f"{self.name(later[0])}: on {device}, which would stay empty")
+                    say(f"{later.units[0]}: on {device}, which would stay empty")
                     self.place(later, device)
             devices = [self.devices[current], *self.devices]
             device = next((d for d in devices if self.fits(d, group, index + 1)), None)
             if device is None:
-                homeless += group
+                homeless += group.units
             else:
-                say(f"{self.name(index)}: on {device}")
+                say(f"{group.units[0]}: on {device}")
                 self.place(group, device)
         return homeless
 
-    def first_that_fits(self, device: int | str, start: int) -> list[int] | None:
-        """Find the first unplaced units from `start` on that fit on a device, and weigh anything."""
-        waiting = (self.group_of[i] for i in range(start, len(self.units)) if i not in self.place_of)
-        return next((g for g in waiting if self.group_bytes(g) and self.fits(device, g, start)), None)
+    def first_that_fits(self, device: int | str, start: int) -> Group | None:
+        """Find the first unplaced group from `start` on that fits on a device, and weighs anything."""
+        waiting = (group for group in self.groups[start:] if group.size and group.units[0].name not in self.place_of)
+        return next((group for group in waiting if self.fits(device, group, start)), None)
 
     def why_not(self, device: int | str, index: int) -> str:
-        """Say in numbers why units are not on a device."""
-        size, room, free = self.group_bytes(self.group_of[index]), self.reserve(device, index + 1), self.free(device)
+        """Say in numbers why a group is not on a device."""
+        size, room, free = self.groups[index].size, self.reserve(device, index + 1), self.free(device)
         verdict = "do not fit" if size + room > free else "would fit, but the walk never goes back"
         return f"{device} has {free} B free; {size} B + {room} B reserved {verdict}"
 
-    def name(self, index: int) -> str:
-        """Name a unit for people."""
-        return ", ".join(self.units[index].keys) or "the model"
+    def away(self) -> list[Unit]:
+        """List the units that come to the executing device to run: they are in RAM or on disk."""
+        places = {"cpu", "disk"} - {self.executing}
+        return [unit for unit in self.units if self.place_of.get(unit.name) in places]
 
 
 # --- the map ----------------------------------------------------------------------------------------------
@@ -450,21 +437,16 @@ def infer_auto_device_map(
     too_large = [name for name in blocks if sizes.get(name, 0) > limit]
     if too_large:
         why = f"no device that computes has more than {limit} B, and it takes {sizes[too_large[0]]} B"
-        warn(f"{shorten(too_large)}: {why}. It is split, and its forward may not survive that")
+        warn(f"{shorten(too_large)}: {why}. It is split, and its forward may not survive that", stacklevel=2)
     units, cuts = cut_into_units(model, blocks.keys() - set(too_large), dtype, special_dtypes, offload_buffers)
-    packer = Packer(units, table, room, offload_buffers)
+    packer = Packer(units, table, room)
     homeless = packer.walk(fallback_allocation, say=print if verbose else lambda text: None)
     if homeless:
         raise ValueError(nothing_holds(packer, homeless))
     warn_of_cut_modules(cuts, packer)
     warn_of_shortage(packer)
-    device_map = {key: packer.place_of[i] for i, unit in enumerate(units) for key in unit.keys}
+    device_map = {key: packer.place_of[unit.name] for unit in units for key in unit.keys}
     return merge_entries(device_map, apart=too_large) if clean_result else device_map
-
-
-def warn(text: str) -> None:
-    """Warn whoever asked for the plan."""
-    warnings.warn(text, stacklevel=4)
 
 
 def shorten(names: list[str]) -> str:
@@ -477,15 +459,14 @@ def warn_of_shortage(packer: Packer) -> None:
     main = packer.executing
     peak = forecast(packer)[f"peak_bytes_{main}"] + packer.headroom
     if peak > packer.budget.get(main, math.inf):
-        elsewhere = [i for i, place in packer.place_of.items() if place != main]
-        largest = packer.name(max(elsewhere, key=lambda i: packer.units[i].need))
+        largest = max(packer.away(), key=lambda unit: unit.need)
         over = f"with {largest} on it, {main} holds {peak} B, and its budget is {packer.budget[main]} B"
-        warn(f"the plan cannot run within the budgets: {over}")
+        warn(f"the plan cannot run within the budgets: {over}", stacklevel=3)
 
 
-def nothing_holds(packer: Packer, homeless: list[int]) -> str:
+def nothing_holds(packer: Packer, homeless: list[Unit]) -> str:
     """Write the error for units that no device can hold: how many bytes are missing, and where."""
-    text = f"{packer.group_bytes(homeless)} B have no place: {shorten([packer.name(i) for i in homeless])}. "
+    text = f"{total(unit.sizes for unit in homeless)} B have no place: {shorten([*map(str, homeless)])}. "
     for device, budget in packer.budget.items():
         text += f"{device}: {packer.free(device)} B free of {budget} B, {packer.reserve(device, 0)} B reserved. "
     return text + "Raise a budget, or leave 'disk' out of max_memory, which then has no limit"
@@ -498,12 +479,13 @@ def warn_of_cut_modules(cuts: list, packer: Packer) -> None:
     and a module that holds a list of blocks is made to be cut between them.
     """
     for name, module, members in cuts:
-        places = {packer.place_of[member] for member in members}
+        places = {packer.place_of[unit.name] for unit in members}
         devices = sorted({p if isinstance(p, int) else packer.executing for p in places}, key=device_order)
         made_for_it = any(isinstance(child, nn.ModuleList) for child in module.modules())
         if len(devices) > 1 and not made_for_it and not isinstance(module, nn.Sequential | nn.ModuleDict):
+            what = f"{name or 'the model'} ({type(module).__name__})"
             mend = "if its forward adds its input to what they give, name its class in no_split_module_classes"
-            warn(f"{name or 'the model'} ({type(module).__name__}) is cut between devices {devices}: {mend}")
+            warn(f"{what} is cut between devices {devices}: {mend}", stacklevel=3)
 
 
 def clean_device_map(device_map: dict[str, int | str], module_name: str = "") -> dict[str, int | str]:
@@ -535,22 +517,18 @@ def resolve_device_map(model: nn.Module, device_map: dict) -> dict[str, int | st
     """
     if not isinstance(device_map, Mapping):
         raise ValueError(f"a device map is a dict, not {device_map!r}; plan_device_map(model, 'auto') makes one")
-    names, problems, devices, of_module = [name for name, _ in named_tensors(model)], [], {}, {}
-    known = {*names, *(name for name, _ in model.named_modules(remove_duplicate=False))}
-    for key, device in device_map.items():
-        devices[key] = attempt(problems, normalize_device, device, f"{key}: ")
-        if key not in known:
-            problems.append(f"{key!r} names nothing in the model")
-    for name in names:
+    known = {name for name, _ in [*named_tensors(model), *model.named_modules(remove_duplicate=False)]}
+    problems = [f"{key!r} names nothing in the model" for key in device_map if key not in known]
+    devices = {key: attempt(problems, normalize_device, device, f"{key}: ") for key, device in device_map.items()}
+    of_module = {}
+    for name, _ in named_tensors(model):
         key = next((prefix for prefix in prefixes(name) if prefix in devices), None)
         if key is None:
             problems.append(f"{name} has no device")
         of_module.setdefault(name.rpartition(".")[0], {})[name] = devices.get(key)
-    for owner, own in of_module.items():
-        if len(set(own.values())) > 1:
-            problems.append(f"what {owner or 'the model'} owns itself must be on one device: {own}")
-    if problems:
-        raise ValueError("the device map is wrong: " + "; ".join(problems))
+    mixed = {owner or "the model": own for owner, own in of_module.items() if len(set(own.values())) > 1}
+    problems += [f"what {owner} owns itself must be on one device: {own}" for owner, own in mixed.items()]
+    raise_all(problems, "the device map is wrong: ")
     return {name: device for own in of_module.values() for name, device in own.items()}
 
 
@@ -600,24 +578,22 @@ def blocks_under(model: nn.Module, device_map: dict, no_split_module_classes=Non
 def replay(
     model, device_map, max_memory=None, no_split_module_classes=None, dtype=None, special_dtypes=None,
     offload_buffers=False, headroom=0,
-) -> tuple[Packer, dict[int, str], dict[int, str]]:  # fmt: skip
+) -> tuple[Packer, dict[str, str], dict[int, str]]:  # fmt: skip
     """Place a model's units as a finished map says; returns the books, and why units are there, devices empty."""
     resolved, blocks = resolve_device_map(model, device_map), blocks_under(model, device_map, no_split_module_classes)
-    units, _ = cut_into_units(model, blocks, dtype, special_dtypes, offload_buffers)
-    units = [unit for unit in units if unit.tensors]
+    units = [u for u in cut_into_units(model, blocks, dtype, special_dtypes, offload_buffers)[0] if u.tensors]
     table = {device: 0 for device in resolved.values() if device != "disk"} | get_max_memory(max_memory)
-    packer, why, why_empty = Packer(units, table, parse_size(headroom), offload_buffers), {}, {}
-    place = [resolved[next(iter(unit.tensors))] for unit in units]
-    packer.executing = min([d for d in place if isinstance(d, int)], default="cpu")
-    empty = [device for device in packer.devices if isinstance(device, int) and device not in set(place)]
-    for index, device in enumerate(place):
-        before = [d for d in packer.devices if device_order(d) < device_order(device)]
-        why[index] = packer.why_not(before[-1], index) if before else "it is the first device"
-        for device_before in [d for d in empty if d in before and d not in why_empty]:
-            why_empty[device_before] = f"{packer.name(index)}: {packer.why_not(device_before, index)}"
-        group = [i for i in packer.group_of[index] if place[i] == device and i not in packer.place_of]
-        if group:
-            packer.place(group, device)
+    homes = {unit.name: resolved[next(iter(unit.tensors))] for unit in units}
+    packer, why, why_empty = Packer(units, table, parse_size(headroom), homes), {}, {}
+    packer.executing = min([d for d in homes.values() if isinstance(d, int)], default="cpu")
+    for index, group in enumerate(packer.groups):
+        device = homes[group.units[0].name]
+        before = packer.devices[: packer.devices.index(device)]
+        reason = packer.why_not(before[-1], index) if before else "it is the first device"
+        why.update({unit.name: reason for unit in group.units})
+        for empty in {*before} - {*homes.values(), *why_empty, "cpu"}:
+            why_empty[empty] = f"{group.units[0]}: {packer.why_not(empty, index)}"
+        packer.place(group, device)
     return packer, why, why_empty
 
 
@@ -626,15 +602,12 @@ def forecast(packer: Packer) -> dict[str, int]:
 
     Prefetching brings the next unit while one runs, so that two of them are there beside the resident ones.
     """
-    main = packer.executing
-    away = [i for i, place in packer.place_of.items() if isinstance(place, str) and place != main]
-    kept = 0 if packer.buffers_move else packer.buffer_bytes(away)
-    needs = [0, 0, *sorted(packer.units[i].need for i in away)]
-    held = packer.used.get(main, 0) + kept
-    costs = {"moved_bytes_per_forward": sum(packer.group_bytes([i]) for i in away)}
-    if not packer.buffers_move:
-        costs["moved_bytes_per_forward"] -= sum(packer.buffer_bytes([i]) for i in away)
-    costs |= {f"peak_bytes_{main}": held + needs[-1], f"peak_bytes_{main}_with_prefetch": held + needs[-1] + needs[-2]}
+    main, away = packer.executing, packer.away()
+    needs = [0, 0, *sorted(unit.need for unit in away)]
+    peak = packer.used.get(main, 0) + total(unit.stays for unit in away) + needs[-1]
+    moved = sum(sum(unit.sizes.values()) - sum(unit.stays.values()) for unit in away)
+    costs = {"moved_bytes_per_forward": moved, f"peak_bytes_{main}": peak}
+    costs[f"peak_bytes_{main}_with_prefetch"] = peak + needs[-2]
     others = [device for device in packer.devices if device not in (main, "disk") and packer.used[device]]
     return costs | {f"peak_bytes_{device}": packer.used[device] for device in others}
 
@@ -648,14 +621,14 @@ def explain_device_map(model: nn.Module, device_map: dict, max_memory: dict | No
     packer, why, why_empty = replay(model, device_map, max_memory, **options)
     lines = ["device budget used reserved free"]
     for device in packer.devices:
-        reserved = packer.reserve(device, len(packer.units)) if packer.used[device] else 0
+        reserved = packer.reserve(device, len(packer.groups)) if packer.used[device] else 0
         free = packer.free(device) - reserved
         lines.append(f"{device} {packer.budget[device]} {packer.used[device]} {reserved} {free}")
         if isinstance(device, int) and not packer.used[device]:
             lines[-1] += f" (empty: {why_empty.get(device, 'everything is on the devices before it')})"
     lines.append("part device bytes why not on the device before")
-    for index, device in packer.place_of.items():
-        lines.append(f"{packer.name(index)} {device} {packer.group_bytes([index])} ({why[index]})")
+    for unit in [unit for group in packer.groups for unit in group.units]:
+        lines.append(f"{unit} {packer.place_of[unit.name]} {sum(unit.sizes.values())} ({why[unit.name]})")
     if packer.headroom:
         lines.append(f"headroom={packer.headroom}")
     return "\n".join([*lines, *(f"{name}={count}" for name, count in forecast(packer).items())])

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from step01_model_def.model_def import fixed_sequences, run_script
+from step01_model_def.model_def import fixed_sequences, raise_all, run_script
 from step02_checkpoint.build_checkpoint import ensure_checkpoint
 from step03_meta_build.meta_build import dress
 from step04_to_empty_load.load_with_meta import (
@@ -30,7 +30,7 @@ from step04_to_empty_load.load_with_meta import (
     set_tensor,
 )  # fmt: skip
 from step05_device_map.device_map import (
-    Unit, attempt, blocks_under, cut_into_units, infer_auto_device_map, normalize_device, own_tensors,
+    Unit, accelerators, attempt, blocks_under, cut_into_units, infer_auto_device_map, normalize_device, own_tensors,
     resolve_device_map,
 )  # fmt: skip
 
@@ -125,8 +125,7 @@ def set_module_tensor_to_device(
     known, key = ({} if tied_params_map is None else tied_params_map), (id(source), str(device))
     if key not in known:
         wanted = (dtype or old.dtype) if source.is_floating_point() or old.is_floating_point() else source.dtype
-        new = source.detach().to(device=device, dtype=wanted, non_blocking=non_blocking)
-        known[key] = new if new is source else dress(new, old)
+        known[key] = dress(source.to(device=device, dtype=wanted, non_blocking=non_blocking), old)
     set_tensor(module, tensor_name, known[key])
 
 
@@ -154,7 +153,7 @@ class ModelHook:
         return output
 
     def release(self, module: nn.Module) -> None:
-        """Run instead of `post_forward` when the forward raised."""
+        """Run last, also when the forward or `pre_forward` raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Undo `init_hook` when the hook is removed."""
@@ -162,11 +161,10 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks on one module, run in order."""
+    """Several hooks on one module; `hooked_forward` runs them in order."""
 
     def __init__(self, *hooks: ModelHook):
-        self.hooks = hooks
-        self.no_grad = any(hook.no_grad for hook in hooks)
+        self.hooks = [inner for hook in hooks for inner in getattr(hook, "hooks", [hook])]
 
     def init_hook(self, module):
         return functools.reduce(lambda m, hook: hook.init_hook(m), self.hooks, module)
@@ -174,34 +172,18 @@ class SequentialHook(ModelHook):
     def detach_hook(self, module):
         return functools.reduce(lambda m, hook: hook.detach_hook(m), self.hooks, module)
 
-    def pre_forward(self, module, *args, **kwargs):
-        with ExitStack() as undo:
-            for hook in self.hooks:
-                args, kwargs = hook.pre_forward(module, *args, **kwargs)
-                undo.callback(hook.release, module)
-            undo.pop_all()  # all went well
-        return args, kwargs
-
-    def post_forward(self, module, output):
-        return functools.reduce(lambda result, hook: hook.post_forward(module, result), self.hooks, output)
-
-    def release(self, module):
-        with ExitStack() as stack:
-            for hook in self.hooks:
-                stack.callback(hook.release, module)
-
 
 @torch.compiler.disable
 def hooked_forward(module: nn.Module, *args, **kwargs):
-    """Be the forward of a module that has a hook: before, the module's own forward, after."""
-    hook = module._hf_hook
-    args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    try:
-        with torch.no_grad() if hook.no_grad else nullcontext():
+    """Be the forward of a module that has hooks: before, the module's own forward, after."""
+    hooks = getattr(module._hf_hook, "hooks", [module._hf_hook])
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.release, module)
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        with torch.no_grad() if any(hook.no_grad for hook in hooks) else nullcontext():
             output = module._old_forward(*args, **kwargs)
-        return hook.post_forward(module, output)
-    finally:
-        hook.release(module)
+        return functools.reduce(lambda result, hook: hook.post_forward(module, result), hooks, output)
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
@@ -240,7 +222,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_blocking: bool = False):
+def send_to_device(obj, device, skip_keys: str | list[str] | None = None):
     """Move all tensors in nested lists, tuples, mappings and dataclasses; returns a like object.
 
     What has a `.to` of its own is moved by it. Mapping keys in `skip_keys` are left where they are, like a
@@ -249,17 +231,15 @@ def send_to_device(obj, device, skip_keys: str | list[str] | None = None, non_bl
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
 
     def send(value):
-        return send_to_device(value, device, skipped, non_blocking)
+        return send_to_device(value, device, skipped)
 
-    if isinstance(obj, torch.Tensor):
-        return obj.to(device, non_blocking=non_blocking)
     if hasattr(obj, "to") and not isinstance(obj, nn.Module | type):
         return obj.to(device)
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        return type(obj)(*map(send, obj))
     if isinstance(obj, list | tuple):
         sent = [*map(send, obj)]
-        return obj if all(map(operator.is_, sent, obj)) else type(obj)(sent)
+        if all(map(operator.is_, sent, obj)):
+            return obj
+        return type(obj)(*sent) if hasattr(obj, "_fields") else type(obj)(sent)
     if isinstance(obj, Mapping):
         sent = {key: value if key in skipped else send(value) for key, value in obj.items()}
         if all(sent[key] is obj[key] for key in obj):
@@ -326,7 +306,7 @@ class AlignDevicesHook(ModelHook):
                         self.weights_map[key] = moved(tensor, "cpu")
                     tensor = park(tensor, key, self.reader or type(module).__name__)
                 self.parked[name] = tensor
-                set_tensor(module, name, self.parked[name])
+                set_tensor(module, name, tensor)
             elif self.execution_device is not None and not tensor.is_meta:
                 set_tensor(module, name, moved(tensor, self.execution_device))
         if self.parked:
@@ -335,17 +315,15 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module, *args, **kwargs):
         self.lock.acquire()
-        self.calls.append(first_device([args, kwargs]) if self.io_same_device else None)
-        try:
-            if len(self.calls) == 1:
-                self.bring(module)
-            if self.execution_device is not None:
-                args = send_to_device(args, self.execution_device)
-                kwargs = send_to_device(kwargs, self.execution_device, self.skip_keys)
-            return args, kwargs
-        except BaseException:
-            self.release(module)
-            raise
+        self.calls.append(None)
+        if self.io_same_device:
+            self.calls[-1] = first_device([args, kwargs])
+        if len(self.calls) == 1:
+            self.bring(module)
+        if self.execution_device is not None:
+            args = send_to_device(args, self.execution_device)
+            kwargs = send_to_device(kwargs, self.execution_device, self.skip_keys)
+        return args, kwargs
 
     def post_forward(self, module, output):
         device = self.calls[-1]
@@ -367,9 +345,8 @@ class AlignDevicesHook(ModelHook):
         for name, parked in self.parked.items():
             if not isinstance(get_tensor(module, name), Parked):
                 continue  # somebody gave the module a value of its own
-            value = self.tied_params_map.get(self.prefix + name)
-            if value is None:
-                value = unpark(parked, self.weights_map[parked.full_name], self.execution_device)
+            here = self.tied_params_map.get(self.prefix + name)
+            value = unpark(parked, self.weights_map[parked.full_name], self.execution_device) if here is None else here
             if value.requires_grad and torch.is_grad_enabled():
                 warn_of_grad_mode()
                 value.register_hook(functools.partial(refuse_gradient, self.prefix + name))
@@ -430,8 +407,7 @@ def fill_state_dict(hook: AlignDevicesHook, module, state_dict, prefix, local_me
 
 def unpark(parked: torch.Tensor, value: torch.Tensor, device) -> torch.Tensor:
     """Make the real tensor for a stand-in: values on a device, in the stand-in's dtype, class and attributes."""
-    value = value.detach().to(device=value.device if device is None else device, dtype=parked.dtype)
-    value = dress(value, parked.like)
+    value = dress(value.detach().to(device=device, dtype=parked.dtype), parked.like)
     return value.requires_grad_(parked.requires_grad)
 
 
@@ -518,12 +494,6 @@ def align_hooks(module: nn.Module) -> list["AlignDevicesHook"]:
 # --- a model under a device map ---------------------------------------------------------------------------
 
 
-def accelerators() -> list[torch.device]:
-    """List the accelerators of this machine."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())] if kind else []
-
-
 def real_device(device: int | str | torch.device) -> torch.device:
     """Turn a map's device into this machine's; without an accelerator, the CPU plays device 0.
 
@@ -552,17 +522,15 @@ def dispatch_model(
     Raises ValueError, before anything changes, with all that the model or the machine cannot honour.
     """
     resolved = resolve_device_map(model, device_map)
-    numbers = sorted(device for device in set(resolved.values()) if isinstance(device, int))
-    main = normalize_device(main_device) if main_device is not None else numbers[0] if numbers else "cpu"
+    numbers = {device for device in resolved.values() if isinstance(device, int)}
+    main = normalize_device(min(numbers, default="cpu") if main_device is None else main_device)
     kinds = {"disk", "cpu"} if main != "cpu" or main_device is not None else {"disk"}
     away = {name: device for name, device in resolved.items() if device in kinds}
     values = ChainMap({}, weights_map or {}, state_dict or {})
     if 0 in {*numbers, main} and not accelerators():
         print("note=no accelerator here: device 0 is played by the CPU")
     units = units_to_hook(model, preload_module_classes, device_map)
-    problems = list_obstacles(model, units, resolved, main, away, values, offload_buffers)
-    if problems:
-        raise ValueError("cannot dispatch: " + "; ".join(problems))
+    raise_all(list_obstacles(model, units, resolved, main, away, values, offload_buffers), "cannot dispatch: ")
     devices = {device: real_device(device) for device in {*resolved.values(), main} - {"disk"}}
     tied = find_tied_parameters(model)
     place_residents(model, {name: devices[d] for name, d in resolved.items() if name not in away}, values)
@@ -620,44 +588,43 @@ def hook_unit(model: nn.Module, unit: Unit, device, offload: bool, module_name: 
 
 
 def attach_align_device_hook(
-    module: nn.Module, execution_device=None, offload: bool = False, weights_map=None, offload_buffers: bool = False,
-    module_name: str = "", skip_keys=None, preload_module_classes: list[str] | None = None, tied_params_map=None,
-) -> None:  # fmt: skip
-    """Hook every unit of a module alike; `module_name` is the module's own name in `weights_map`."""
-    options = {"offload_buffers": offload_buffers, "skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    module: nn.Module, execution_device=None, offload=False, module_name="", preload_module_classes=None, **options
+) -> None:
+    """Hook every unit of a module alike; `module_name` is the module's own name in `weights_map`.
+
+    `options` are the hooks': `weights_map`, `offload_buffers`, `skip_keys`, `tied_params_map`.
+    """
     for unit in units_to_hook(module, preload_module_classes, {}):
-        hook_unit(module, unit, execution_device, offload, module_name, weights_map=weights_map, **options)
+        hook_unit(module, unit, execution_device, offload, module_name, **options)
 
 
 def attach_align_device_hook_on_blocks(
-    module: nn.Module, execution_device, offload: bool | Mapping = False, weights_map=None, offload_buffers=False,
-    module_name: str = "", skip_keys=None, preload_module_classes: list[str] | None = None, tied_params_map=None,
-) -> None:  # fmt: skip
-    """Hook the modules named in `execution_device` or `offload`; the root's output returns to its input's device."""
+    module: nn.Module, execution_device, offload: bool | Mapping = False, module_name="", skip_keys=None, **options
+) -> None:
+    """Hook the modules named in `execution_device` or `offload`; the root's output returns to its input's device.
+
+    `options` are those of `attach_align_device_hook`.
+    """
     by_name = next((table for table in (execution_device, offload) if isinstance(table, Mapping)), {"": None})
     for name in by_name:
         device = execution_device[name] if isinstance(execution_device, Mapping) else execution_device
         away = offload[name] if isinstance(offload, Mapping) else offload
         full_name = ".".join(filter(None, [module_name, name]))
-        common = (weights_map, offload_buffers, full_name, skip_keys, preload_module_classes, tied_params_map)
-        attach_align_device_hook(module.get_submodule(name), device, away, *common)
+        attach_align_device_hook(module.get_submodule(name), device, away, full_name, skip_keys=skip_keys, **options)
     add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
 
 
 def attach_execution_device_hook(module: nn.Module, device, skip_keys=None, preload_module_classes=None) -> None:
     """Have every unit of a module run on a device, where its weights already are or now go."""
-    attach_align_device_hook(module, device, False, None, False, "", skip_keys, preload_module_classes)
+    attach_align_device_hook(module, device, preload_module_classes=preload_module_classes, skip_keys=skip_keys)
 
 
 def list_obstacles(model, units, resolved, main, away, values, offload_buffers) -> list[str]:
     """Say everything that keeps a map from being honoured, one text a problem."""
     if any_hook(model):
         return ["the model is dispatched already; undispatch(model) first"]
-    problems = []
-    for unit in units:
-        devices = sorted({resolved[name] for name in unit.tensors}, key=str)
-        if len(devices) > 1:
-            problems.append(f"{unit.name or 'the model'} has its own tensors on {devices}: give it one device")
+    places = {unit.name or "the model": sorted({resolved[n] for n in unit.tensors}, key=str) for unit in units}
+    problems = [f"{n} has its own tensors on {on}: give it one device" for n, on in places.items() if len(on) > 1]
     known = {n for g in names_by_tensor(model) if any(o in values for o in g) for n in g}
     for name, tensor in named_tensors(model):
         stays = name in away and not (offload_buffers or isinstance(tensor, nn.Parameter))
@@ -707,11 +674,15 @@ def cpu_offload(
     return dispatch_model(model, {"": "cpu"}, where, state_dict, None, offload_buffers, None, preload_module_classes)
 
 
-class CpuOffload(ModelHook):
-    """Moves a whole model to a device for its forward, and leaves it there until somebody offloads it."""
+class UserCpuOffloadHook(ModelHook):
+    """Moves a whole model to a device for its forward, and leaves it there until somebody offloads it.
 
-    def __init__(self, execution_device=None, prev_module_hook: "UserCpuOffloadHook | None" = None):
-        self.execution_device, self.prev_module_hook = real_device(execution_device or 0), prev_module_hook
+    `offload()` puts the model back into RAM, `remove()` ends it. Accelerate has it in two classes.
+    """
+
+    def __init__(self, model: nn.Module, execution_device=None, prev_module_hook: "UserCpuOffloadHook | None" = None):
+        self.model, self.prev_module_hook = model, prev_module_hook
+        self.execution_device = real_device(execution_device or 0)
 
     def init_hook(self, module):
         return module.to("cpu")
@@ -722,15 +693,8 @@ class CpuOffload(ModelHook):
         module.to(self.execution_device)
         return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
 
-
-class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` returns: `offload()` puts the model back into RAM, `remove()` ends it."""
-
-    def __init__(self, model: nn.Module, hook: CpuOffload):
-        self.model, self.hook = model, hook
-
     def offload(self) -> None:
-        self.hook.init_hook(self.model)
+        self.model.to("cpu")
 
     def remove(self) -> None:
         remove_hook_from_module(self.model)
@@ -740,20 +704,19 @@ def cpu_offload_with_hook(
     model: nn.Module, execution_device=None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Offload a whole model that runs several times before another does, as in a pipeline of models."""
-    hook = CpuOffload(execution_device, prev_module_hook)
-    add_hook_to_module(model, hook, append=True)
-    return model, UserCpuOffloadHook(model, hook)
+    hook = UserCpuOffloadHook(model, execution_device, prev_module_hook)
+    return add_hook_to_module(model, hook, append=True), hook
 
 
 @contextmanager
 def align_module_device(module: nn.Module):
     """Bring the weights of a module, and of the blocks in it, for as long as the context is entered."""
-    hooks = [(inner, hook) for inner in module.modules() for hook in align_hooks(inner)]
     with ExitStack() as stack:
-        for inner, hook in hooks:
-            with torch.inference_mode(False):  # so that what is changed by hand is noticed
-                hook.pre_forward(inner)
-            stack.callback(hook.release, inner)
+        for block in module.modules():
+            for hook in align_hooks(block):
+                stack.callback(hook.release, block)
+                with torch.inference_mode(False):  # so that what is changed by hand is noticed
+                    hook.pre_forward(block)
         yield
 
 

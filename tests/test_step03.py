@@ -12,14 +12,14 @@ from step01_model_def.model_def import CONFIGS, TinyTransformerClassifier, count
 from step02_checkpoint.build_checkpoint import build_model
 from step03_meta_build.meta_build import (
     build_empty,
+    error_of,
     init_empty_weights,
     init_on_device,
     measure_rss,
-    open_contexts,
+    innermost,
     peak_rss_mb,
     rss_mb,
     structure,
-    why_not_to_cpu,
 )
 
 
@@ -32,7 +32,7 @@ def hooks():
 def everything_is_as_before():
     before, register = hooks(), nn.Module.register_parameter
     yield
-    assert hooks() == before and open_contexts.stack == [] and nn.Module.register_parameter is register
+    assert hooks() == before and innermost.get() is None and nn.Module.register_parameter is register
     assert not nn.Linear(1, 1).weight.is_meta
 
 
@@ -118,9 +118,9 @@ def test_m2_moving_a_real_tensor_inside_still_moves_it():
 
 
 def test_moving_a_finished_meta_model_still_fails():
-    assert "Cannot copy out of meta tensor" in why_not_to_cpu(build_empty("tiny"))
-    with pytest.raises(RuntimeError, match="nothing of it was on the meta"):
-        why_not_to_cpu(nn.Linear(1, 1))
+    assert "Cannot copy out of meta tensor" in error_of(build_empty("tiny").to, "cpu")
+    with pytest.raises(RuntimeError, match="should have failed"):
+        error_of(nn.Linear(1, 1).to, "cpu")
 
 
 def test_only_the_thread_that_entered_is_affected():
