@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from step01_model_def.model_def import fixed_sequences, format_bytes, run_script
+from step01_model_def.model_def import fixed_sequences, format_bytes, raise_all, run_script
 from step02_checkpoint.build_checkpoint import (
     ARTIFACTS, DTYPES, INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file, is_safetensors, load_pt,
     read_header, read_index, read_json, relative, remove, remove_leftovers, save_sharded_checkpoint, storable_tensor,
@@ -112,8 +112,7 @@ def offload_weight(
     problems = unsavable({weight_name: weight})
     if weight_name == "model" or file.parent != Path(offload_folder) or {"\\", "\0"} & set(weight_name):
         problems.append(f"{weight_name!r} would lead out of the folder, or be taken for a checkpoint")
-    if problems:
-        raise CheckpointError(f"cannot offload to {relative(offload_folder)}: {'; '.join(problems)}")
+    raise_all(problems, f"cannot offload to {relative(offload_folder)}: ", CheckpointError)
     with write_whole(file) as partial:
         safetensors.torch.save_file({weight_name: storable_tensor(weight)}, partial, metadata={"format": "pt"})
     index = {} if index is None else index
@@ -131,8 +130,7 @@ def save_offload_index(index: dict[str, dict], offload_folder: Path | str) -> No
     files = read_index(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
     files |= {name: Path(entry["safetensors_file"]) for name, entry in index.items()}
     outside = [name for name, file in files.items() if not file.is_relative_to(folder)]
-    if outside:
-        raise CheckpointError(f"{shorten(outside)}: in files that are not in {relative(folder)}")
+    raise_all(outside, f"in files that are not in {relative(folder)}: ", CheckpointError, between=", ")
     weight_map = {name: file.relative_to(folder).as_posix() for name, file in files.items()}
     with write_whole(folder / INDEX_NAME) as partial:
         partial.write_text(json.dumps({"metadata": {"offloaded": True}, "weight_map": weight_map}, indent=2))
@@ -140,8 +138,9 @@ def save_offload_index(index: dict[str, dict], offload_folder: Path | str) -> No
 
 def refuse_checkpoint(folder: Path) -> None:
     """Raise CheckpointError when a folder holds a checkpoint that is not an offload, and would be lost by one."""
-    index = read_json(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {"metadata": {"offloaded": True}}
-    if (folder / "model.safetensors").exists() or "offloaded" not in index.get("metadata", {}):
+    has_index = (folder / INDEX_NAME).exists()
+    not_ours = has_index and "offloaded" not in (read_json(folder / INDEX_NAME).get("metadata") or {})
+    if not_ours or (folder / "model.safetensors").exists():
         raise CheckpointError(f"{relative(folder)} holds a checkpoint; give another folder to offload to")
 
 
@@ -266,10 +265,8 @@ one_writer = threading.Lock()  # threads take turns; processes have a partial fo
 
 def fingerprint(state_dict: Mapping, dtypes: dict[str, torch.dtype]) -> str:
     """Compute what tells one set of weights from another: names, dtypes, shapes and every byte."""
+    raise_all(unsavable(state_dict), "cannot offload:\n  ", CheckpointError, between="\n  ")
     digest = hashlib.sha256()
-    problems = unsavable(state_dict)
-    if problems:
-        raise CheckpointError("cannot offload:\n  " + "\n  ".join(problems))
     for name in sorted(state_dict):
         tensor = storable_tensor(state_dict[name])
         digest.update(repr((name, tensor.dtype, tensor.shape, dtypes.get(name))).encode())
@@ -293,13 +290,12 @@ def keep_on_disk(
         mend = "give an offload_folder, to write them to once"
         raise CheckpointError(f"{shorten(sorted(entries))}: to be read from disk, but stored {why}; {mend}")
     if rest:
-        first = {sources[name]: name for name in reversed(rest)}  # tied names have one source
-        tensors = OffloadedWeightsLoader(
-            {name: stored.state_dict[source] for source, name in first.items() if source in stored.state_dict},
-            index={name: stored.index[source] for source, name in first.items() if source in stored.index},
-        )
-        written = OffloadedWeightsLoader(save_folder=offload_state_dict(offload_folder, tensors, dtypes))
-        index |= {name: written.index[first[sources[name]]] for name in rest}
+        to_write = {sources[name]: dtypes[name] for name in rest}  # tied names have one source
+        from_pickle = {source: stored.state_dict[source] for source in to_write if source in stored.state_dict}
+        to_convert = {source: stored.index[source] for source in to_write if source in stored.index}
+        tensors = OffloadedWeightsLoader(from_pickle, index=to_convert)
+        written = OffloadedWeightsLoader(save_folder=offload_state_dict(offload_folder, tensors, to_write))
+        index |= {name: written.index[sources[name]] for name in rest}
     return index
 
 
@@ -365,8 +361,7 @@ def stream_checkpoint(
     check_fit(model, stored, stored.files, sources, strict)
     keys = Keys([name for name in wanted if name not in sources], [name for name in stored if name not in wanted])
     lost = [name for name in keys.missing_keys if to_run and wanted[name].is_meta]
-    if lost:
-        raise CheckpointError(f"missing: {', '.join(lost)}: neither the checkpoint nor the model has their values")
+    raise_all(lost, "neither the checkpoint nor the model has the values of ", CheckpointError, between=", ")
     on_disk = {name: source for name, source in sources.items() if homes[name].type == "meta"}
     index = keep_on_disk(stored, on_disk, dtypes, device_map, offload_folder)
     order, made = sorted(sources, key=on_disk.__contains__), {}  # of tied names, one that is in memory decides

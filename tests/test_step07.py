@@ -534,7 +534,7 @@ def test_weights_are_offloaded_into_no_checkpoint(shards, tmp_path):
     index = offload_weight(torch.ones(1), "x", tmp_path / "o")
     with pytest.raises(CheckpointError, match="holds a checkpoint"):
         save_offload_index(index, shards)
-    with pytest.raises(CheckpointError, match="token_embedding.* and 35 more: in files that are not in"):
+    with pytest.raises(CheckpointError, match="in files that are not in .*: token_embedding.weight, "):
         save_offload_index(OffloadedWeightsLoader(save_folder=shards).index, tmp_path / "o")
     with pytest.raises(CheckpointError, match="'model' would"):
         offload_weight(torch.ones(1), "model", tmp_path)
@@ -627,8 +627,8 @@ def test_l6_a_lax_load_never_leaves_a_model_that_computes_with_nothing(tmp_path)
     with init_empty_weights():
         model = Two()
     for device_map in (ALL, {"": "cpu", "l1": "disk"}, {"": 0}):
-        refuses(model, tmp_path / "c", "missing: l3.bias", device_map=device_map, strict=False)
-    refuses(model, tmp_path / "c", "missing: l3.bias", device_map=None, strict=False)
+        refuses(model, tmp_path / "c", "the values of l3.bias", device_map=device_map, strict=False)
+    refuses(model, tmp_path / "c", "the values of l3.bias", device_map=None, strict=False)
     for device_map in (ALL, {"": 0, "l3": "disk"}):  # a value of the model's own is kept in RAM
         own = Two()
         right = own.l3.bias.detach().clone()
@@ -803,8 +803,9 @@ def test_l8_l9_ties_hold_wherever_the_names_are(tmp_path, form, device_map):
         source = source.half().float()
     with init_empty_weights():
         model = Tied().eval()
-    folder = tmp_path / "offload"
+    folder, mapped = tmp_path / "offload", len(step07.mapped_files)
     load_checkpoint_and_dispatch(model, checkpoint, device_map, offload_folder=folder)
+    assert len(step07.mapped_files) <= mapped  # what is resident is not a view of a file
     assert torch.equal(call(model, IDS), call(source, IDS))
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in source.state_dict().items())
