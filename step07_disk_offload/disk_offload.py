@@ -10,15 +10,12 @@ import argparse
 import functools
 import hashlib
 import json
-import math
-import mmap
 import os
 import threading
 from collections import ChainMap, namedtuple
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import safetensors.torch
 import torch
@@ -53,52 +50,36 @@ def describe(file: Path | str) -> dict[str, dict]:
     them (`safetensors_file`, `weight_name`), and what the file was like when it was `seen`.
     """
     file = Path(file).absolute()  # it is the same one when the current folder changes
-    with file.open("rb") as stream:
-        seen = identity(stream)
+    seen = identity(file)
     header, _ = read_header(file)
     return {n: e | {"safetensors_file": str(file), "weight_name": n, "seen": seen} for n, e in header.items()}
 
 
-def identity(stream) -> tuple[int, int, int]:
-    """Say what tells an open file from a later one in its place: size, time of change, number on the disk."""
-    status = os.fstat(stream.fileno())
+def identity(file: Path | str) -> tuple[int, int, int]:
+    """Say what tells a file from a later one in its place: its size, time of change, and number on the disk."""
+    status = Path(file).stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-mapped_files = WeakValueDictionary()  # a file is mapped once, as long as a tensor of it is in use
-
-
-def map_file(file: Path | str, seen: tuple) -> mmap.mmap:
-    """Map a file into memory: a page of it is read when something touches it. What is written stays private.
-
-    Raises OSError when the file is gone, or is not the one that was seen.
-    """
-    with Path(file).open("rb") as stream:
-        if identity(stream) != seen:
-            raise FileNotFoundError(f"another file is in the place of {file}")
-        pages = mapped_files.get((file, seen))
-        if pages is None:
-            pages = mapped_files[file, seen] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return pages
-
-
 def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.Tensor:
-    """Give one tensor as a view of its mapped file: its bytes are read when something computes with them.
+    """Map a file into memory and give one tensor of it: a page is read from the disk when something touches it.
 
-    `weight_info` is its entry of an index. Raises CheckpointError when the file has changed or is gone since the
-    entry was made.
+    `weight_info` is the tensor's entry of an index. Each call maps anew, and privately: what is written to the
+    tensor reaches neither the file nor another reader. When the tensor goes, the mapping goes.
+    Raises CheckpointError when the file has changed or is gone since the entry was made.
     """
     (begin, end), dtype, shape = weight_info["data_offsets"], DTYPES[weight_info["dtype"]], weight_info["shape"]
     try:
-        pages = map_file(weight_file, weight_info["seen"])
-    except OSError as error:
+        mapped = torch.UntypedStorage.from_file(str(weight_file), shared=False, nbytes=weight_info["seen"][0])
+        if identity(weight_file) != weight_info["seen"]:
+            raise FileNotFoundError("another file is in its place")
+    except (OSError, RuntimeError) as error:
         what = f"{relative(weight_file)} has changed or is gone since the model was loaded"
-        raise CheckpointError(f"cannot read {weight_info['weight_name']}: {what}; load the model again") from error
-    if begin == end:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    values = torch.frombuffer(pages, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
-    half_as_wide = values.numel() != math.prod(shape)  # two numbers of four bits lie in one byte
-    return values.reshape([*shape[:-1], shape[-1] // 2] if half_as_wide else shape)
+        raise CheckpointError(f"cannot read {weight_info['weight_name']}: {what}; build the model anew") from error
+    if dtype == DTYPES["F4"]:  # two numbers of four bits lie in one byte
+        shape = [*shape[:-1], shape[-1] // 2]
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(mapped[begin:end], 0, shape, strides)
 
 
 def offload_weight(
@@ -127,8 +108,12 @@ def save_offload_index(index: dict[str, dict], offload_folder: Path | str) -> No
     """
     folder = Path(offload_folder).absolute()
     refuse_checkpoint(folder)
-    files = read_index(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
-    files |= {name: Path(entry["safetensors_file"]) for name, entry in index.items()}
+    older = read_index(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
+    write_offload_index(older | {name: Path(entry["safetensors_file"]) for name, entry in index.items()}, folder)
+
+
+def write_offload_index(files: dict[str, Path], folder: Path) -> None:
+    """Write step 2's index for files in a folder, marked as an offload's."""
     outside = [name for name, file in files.items() if not file.is_relative_to(folder)]
     raise_all(outside, f"in files that are not in {relative(folder)}: ", CheckpointError, between=", ")
     weight_map = {name: file.relative_to(folder).as_posix() for name, file in files.items()}
@@ -256,7 +241,7 @@ def offload_state_dict(save_dir: Path | str, state_dict: Mapping, dtypes: dict |
                 raise
         finally:
             remove(own)
-        save_offload_index(OffloadedWeightsLoader(save_folder=checkpoint).index, folder)
+        write_offload_index(read_index(checkpoint / INDEX_NAME), folder)  # of these weights alone
     return checkpoint
 
 

@@ -78,6 +78,12 @@ def snapshot(model):
     return [(name, id(tensor), tensor._version) for name, tensor in named_tensors(model)]
 
 
+def mappings(folder):
+    """Count the files of a folder that are mapped into memory (where the system tells: else it is 0)."""
+    maps = Path("/proc/self/maps")
+    return maps.read_text().count(f"{folder}/") if maps.exists() else 0
+
+
 def files_in(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -156,8 +162,9 @@ def test_an_index_grows_weight_by_weight(tmp_path):
 def test_what_is_written_to_a_weight_does_not_reach_its_file(shards):
     stored = OffloadedWeightsLoader(save_folder=shards)
     before = files_in(shards)
-    stored["classifier.bias"].zero_()
-    assert stored["classifier.bias"].abs().sum() > 0 and files_in(shards) == before
+    weight = stored["classifier.bias"].zero_()
+    assert stored["classifier.bias"].abs().sum() > 0 and files_in(shards) == before  # nor another reader
+    assert weight.abs().sum() == 0
 
 
 def test_every_dtype_of_the_library_is_read(tmp_path):
@@ -433,7 +440,12 @@ def test_two_models_share_an_offload_folder_and_neither_disturbs_the_other(tmp_p
         right.append(right[-1])
     for model, source in zip(models, right, strict=True):
         assert torch.equal(call(model, X), call(source, X))
-    weights = OffloadedWeightsLoader(save_folder=tmp_path / "o")  # its index is of what came last
+    part = {"0": "cpu", "1": "disk"}
+    load_checkpoint_and_dispatch(empty_pair(), tmp_path / "c.bin", part, offload_folder=tmp_path / "o")
+    with pytest.raises(CheckpointError, match="missing: 0.weight"):  # the folder itself is what came last, unmixed
+        disk_offload(empty_pair(), tmp_path / "o")
+    disk_offload(copy.deepcopy(right[-1]), tmp_path / "o")
+    weights = OffloadedWeightsLoader(save_folder=tmp_path / "o")
     assert all(torch.equal(weights[name], tensor) for name, tensor in right[-1].state_dict().items())
 
 
@@ -544,7 +556,8 @@ def test_weights_are_offloaded_into_no_checkpoint(shards, tmp_path):
             OffloadedWeightsLoader(index={"q": wrong})
 
 
-def test_a_thousand_weights_of_one_file_take_one_file_handle(tmp_path):
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts mappings as Linux lists them")
+def test_many_weights_of_one_file_take_no_file_handles(tmp_path):
     resource = pytest.importorskip("resource")
     tensors = {str(i): torch.full((2,), float(i)) for i in range(300)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
@@ -555,9 +568,9 @@ def test_a_thousand_weights_of_one_file_take_one_file_handle(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
-    mapped = len(step07.mapped_files)
+    assert mappings(tmp_path) == 300
     del weights
-    assert len(step07.mapped_files) == mapped - 1  # and it is closed with the last of them
+    assert mappings(tmp_path) == 0  # and the memory is given back with them
 
 
 # --- the cases
@@ -699,9 +712,9 @@ with init_empty_weights():
     right = "assert torch.equal(out, torch.load(folder / 'out.pt'))"
     ran = measure_rss(load + forward + right, script)
     assert ran["peak_mb"] < 3.4 * weight and ran["anonymous_mb"] < 2.2 * weight, ran
-    converts = f"load_checkpoint_in_model(model, folder / 'c', {device_map}, folder / 'o', dtype='float16')"
-    converted = measure_rss(converts, script)
-    assert converted["peak_mb"] < 3.2 * weight, converted["peak_mb"] / weight
+    converts = f"load_checkpoint_in_model(model, folder / 'c', {device_map}, folder / 'o', dtype='float64')"
+    converted = measure_rss(converts, script)  # two resident of twice the size, one in work, and what it is made from
+    assert 3.9 * weight < converted["peak_mb"] < 7.2 * weight, converted["peak_mb"] / weight
 
 
 def test_l5_an_index_without_the_wrappers_prefix_is_reported_at_load(shards):
@@ -803,9 +816,9 @@ def test_l8_l9_ties_hold_wherever_the_names_are(tmp_path, form, device_map):
         source = source.half().float()
     with init_empty_weights():
         model = Tied().eval()
-    folder, mapped = tmp_path / "offload", len(step07.mapped_files)
+    folder = tmp_path / "offload"
     load_checkpoint_and_dispatch(model, checkpoint, device_map, offload_folder=folder)
-    assert len(step07.mapped_files) <= mapped  # what is resident is not a view of a file
+    assert mappings(tmp_path) == 0  # what is resident is not a view of a file
     assert torch.equal(call(model, IDS), call(source, IDS))
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in source.state_dict().items())
