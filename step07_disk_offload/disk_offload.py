@@ -14,7 +14,7 @@ import os
 import threading
 from collections import ChainMap, namedtuple
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -37,7 +37,8 @@ from step05_device_map.device_map import (
     forecast, parse_pairs, plan_device_map, prefixes, replay, resolve_device_map, shorten, to_dtype,
 )  # fmt: skip
 from step06_hooks_offload.hooks_offload import (
-    OffloadTrace, any_hook, dispatch_model, real_device, remove_hook_from_module,
+    AlignDevicesHook, ModelHook, OffloadTrace, add_hook_to_module, align_hooks, any_hook, dispatch_model, real_device,
+    remove_hook_from_module,
 )  # fmt: skip
 
 # --- one weight on disk -----------------------------------------------------------------------------------
@@ -434,6 +435,61 @@ def disk_offload(
         )  # fmt: skip
 
 
+# --- reading ahead ----------------------------------------------------------------------------------------
+
+
+class ReadAhead(ModelHook):
+    """Asks the system, when its block begins to run, to read the one that followed it the last time.
+
+    A block is a tuple of file ranges. `successor`, shared by a model's hooks, has for each block the one that ran
+    after it, and under None the one that runs now. It is only a hint, and what is read goes into the system's
+    cache of files and nowhere else: a wrong guess costs time, never values.
+    """
+
+    def __init__(self, block: tuple, successor: dict):
+        self.block, self.successor = block, successor
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.successor[self.successor.get(None)] = self.block
+        self.successor[None] = self.block
+        for file, begin, end in self.successor.get(self.block, ()):
+            read_soon(file, begin, end)
+        return args, kwargs
+
+
+def read_soon(file: str, begin: int, end: int) -> None:
+    """Ask the system to read a part of a file, and do not wait for it.
+
+    Of one large request, Linux reads no more than its read-ahead window, mostly 128 KiB: so many small ones.
+    """
+    with suppress(OSError), Path(file).open("rb") as stream:
+        for start in range(begin, end, 2**17):
+            os.posix_fadvise(stream.fileno(), start, min(2**17, end - start), os.POSIX_FADV_WILLNEED)
+
+
+def read_ahead(model: nn.Module) -> nn.Module:
+    """Have the next block read from disk while one computes; returns the model, which is dispatched already.
+
+    No memory is held, and no thread is needed: the system reads into its cache of files. Where it cannot be asked
+    to (macOS, Windows), blocks are read when they run, as before.
+    """
+    blocks = {m: tuple(range_ for hook in align_hooks(m) for range_ in ranges_on_disk(hook)) for m in model.modules()}
+    blocks = {module: block for module, block in blocks.items() if block and hasattr(os, "posix_fadvise")}
+    order = list(blocks.values())  # until it has run once: as the model is defined
+    successor = dict(zip(order, order[1:] + order[:1], strict=True))
+    for module, block in blocks.items():
+        add_hook_to_module(module, ReadAhead(block, successor), append=True)
+    return model
+
+
+def ranges_on_disk(hook: AlignDevicesHook) -> list[tuple[str, int, int]]:
+    """List the file ranges from which a hook's weights are read."""
+    loaders = [part for part in getattr(hook.weights_map, "maps", []) if isinstance(part, OffloadedWeightsLoader)]
+    names = [parked.full_name for parked in hook.parked.values()]
+    entries = [loader.index[name] for loader in loaders for name in names if name in loader.index]
+    return [(entry["safetensors_file"], *entry["data_offsets"]) for entry in entries]
+
+
 # --- the lesson -------------------------------------------------------------------------------------------
 
 
@@ -457,7 +513,7 @@ def main() -> None:
         print(f"device_map[{name!r}]={device}")
     stored = OffloadedWeightsLoader(save_folder=checkpoint)
     costs = forecast(replay(model, device_map, table)[0])
-    load_checkpoint_and_dispatch(model, checkpoint, device_map, offload_folder=ARTIFACTS / "offload")
+    read_ahead(load_checkpoint_and_dispatch(model, checkpoint, device_map, offload_folder=ARTIFACTS / "offload"))
     print(f"missing_keys={sorted(model.state_dict().keys() - stored.keys())}")
     print(f"unexpected_keys={sorted(stored.keys() - model.state_dict().keys())}")
     with OffloadTrace(model) as happened, torch.inference_mode():

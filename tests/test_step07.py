@@ -9,6 +9,8 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -1200,6 +1202,125 @@ def test_a_meta_buffer_that_no_checkpoint_holds_is_refused(tmp_path):
         model = build()
     for strict in (True, False):
         refuses(model, tmp_path / "c", "not filled: table", strict=strict)
+
+
+# --- reading ahead
+
+
+class Spied:
+    """Note what is asked to be read, by the block that runs when it is asked."""
+
+    def __init__(self, monkeypatch):
+        self.asked = []
+        monkeypatch.setattr(step07, "read_soon", lambda *range_: self.asked.append(range_))
+
+    def bytes(self):
+        return sum(end - begin for _, begin, end in self.asked)
+
+
+def chain(tmp_path, names="abcd"):
+    """Build a model whose blocks run in the order that the input names, and load it wholly on disk."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in names)
+
+        def forward(self, x, order):
+            for name in order:
+                x = self.blocks[names.index(name)](x)
+            return x
+
+    torch.manual_seed(0)
+    source = Chain().eval()
+    save_sharded_checkpoint(source.state_dict(), tmp_path / "chain")
+    with init_empty_weights():
+        model = Chain().eval()
+    return step07.read_ahead(load_checkpoint_and_dispatch(model, tmp_path / "chain", ALL)), source
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be asked to read ahead")
+def test_h13_the_order_is_learnt_from_what_ran(tmp_path, monkeypatch):
+    spied = Spied(monkeypatch)
+    model, source = chain(tmp_path)
+    blocks = {name: model.blocks[i]._hf_hook.hooks[-1].block for i, name in enumerate("abcd")}
+
+    def asked(order):
+        spied.asked.clear()
+        assert torch.equal(call(model, X, order), call(source, X, order))
+        left = list(spied.asked)
+        found = ""
+        while left:
+            name = next(name for name, block in blocks.items() if left[: len(block)] == list(block))
+            left, found = left[len(blocks[name]) :], found + name
+        return found
+
+    assert asked("abcd") == "bcda"  # at first as they are defined, and around for the next token
+    assert asked("dbca") == "dcdb"  # every guess is wrong, every value right
+    assert asked("dbca") == "bcad"
+    assert asked("dba") == "bcd"  # c is skipped: it was asked for in vain
+    assert asked("dba") == "bad"
+    assert asked("ad") == "ab"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be asked to read ahead")
+def test_each_offloaded_byte_is_asked_for_once_a_forward(shards, expected, monkeypatch):
+    spied = Spied(monkeypatch)
+    device_map = {"": 0, "encoder.layers.0": "cpu", "encoder.layers.1": "disk", "encoder.layers.2": "disk"}
+    model = step07.read_ahead(load_checkpoint_and_dispatch(build_empty("tiny"), shards, device_map))
+    for _ in range(3):
+        spied.asked.clear()
+        assert torch.equal(call(model, IDS), expected) and spied.bytes() == 2 * 199936
+    assert torch.equal(call(undispatch(model), IDS), expected) and not any_hook(model)
+
+
+def test_reading_ahead_changes_no_values_whatever_happens(shards, expected, monkeypatch):
+    model = step07.read_ahead(load_checkpoint_and_dispatch(build_empty("tiny"), shards, ALL))
+    with pytest.raises(IndexError):
+        call(model, IDS + 1000)  # a forward that raises
+    assert torch.equal(call(model, IDS), expected)
+    twin = copy.deepcopy(model)
+    threads, right = [], []
+    for each in (model, model, twin, twin):
+        threads.append(threading.Thread(target=lambda m=each: right.append(torch.equal(call(m, IDS), expected))))
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert right == [True] * 4
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)  # as on macOS and Windows
+    elsewhere = step07.read_ahead(load_checkpoint_and_dispatch(build_empty("tiny"), shards, ALL))
+    assert torch.equal(call(elsewhere, IDS), expected)
+    assert torch.equal(call(step07.read_ahead(build_model("tiny")), IDS), expected)  # nothing to read
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be asked to read ahead")
+def test_a_file_that_is_gone_is_named_by_the_read_and_not_by_the_hint(shards):
+    model = step07.read_ahead(load_checkpoint_and_dispatch(build_empty("tiny"), shards, ALL))
+    for path in shards.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="has changed or is gone"):
+        call(model, IDS)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux says what is cached")
+def test_what_is_asked_for_is_soon_cached(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(os.urandom(2**22))
+
+    def cached(stream):
+        try:
+            return sum(os.preadv(stream.fileno(), [bytearray(1)], at, os.RWF_NOWAIT) for at in range(0, 2**22, 2**16))
+        except BlockingIOError:
+            return 0
+
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached(stream):
+            pytest.skip("this file system keeps files in memory")
+        step07.read_soon(str(path), 0, 2**22)
+        deadline = time.monotonic() + 20
+        while not cached(stream) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert cached(stream) == 64
 
 
 # --- a writer that is killed
