@@ -8,7 +8,7 @@ forward will cost. No device that is planned for is needed, and no memory for th
 
 import argparse
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -397,6 +397,22 @@ class Packer:
                 self.place(group, device)
         return homeless
 
+    def spread_out(self) -> None:
+        """Let offloaded parts change places with equal ones that are resident, until they stand evenly among them.
+
+        Those that follow each other must be brought one after the other; behind one that stays there is time.
+        """
+        alike = defaultdict(list)
+        for group in self.groups:
+            if self.place_of[group.units[0].name] in (self.executing, "cpu", "disk"):
+                alike[group.size, group.need, group.stays].append(group)
+        for groups in alike.values():
+            places = [self.place_of[group.units[0].name] for group in groups]
+            away = [place for place in places if place != self.executing]
+            slots = {(2 * i + 1) * len(groups) // (2 * len(away)): place for i, place in enumerate(away)}
+            for i, group in enumerate(groups):
+                self.place_of.update(dict.fromkeys((u.name for u in group.units), slots.get(i, self.executing)))
+
     def first_that_fits(self, device: int | str, start: int) -> Group | None:
         """Find the first unplaced group from `start` on that fits on a device, and weighs anything."""
         waiting = (group for group in self.groups[start:] if group.size and group.units[0].name not in self.place_of)
@@ -421,13 +437,14 @@ def infer_auto_device_map(
     model: nn.Module, max_memory: dict | None = None, no_split_module_classes: list[str] | str | None = None,
     dtype: torch.dtype | str | None = None, special_dtypes: dict | None = None, verbose: bool = False,
     clean_result: bool = True, offload_buffers: bool = False, fallback_allocation: bool = False,
-    headroom: int | str = 0,
+    headroom: int | str = 0, spread: bool = False,
 ) -> dict[str, int | str]:  # fmt: skip
     """Plan on which device each part of a model lives: dotted name -> 0, 1, ..., "cpu" or "disk".
 
     Sizes are in bytes, of `dtype` if given. `headroom` keeps bytes free on the executing device for
     activations. Without `offload_buffers`, the buffers of offloaded units stay on the executing device, and
-    count there. The plan is made by `Packer`; the name, the arguments and the idea are Accelerate's.
+    count there. With `spread`, offloaded parts stand among the resident ones. The plan is made by `Packer`; the name,
+    the other arguments and the idea are Accelerate's.
     Raises ValueError when no device can hold a part. Warns when a part cannot run within the budgets, and
     when a module that may add up what its children give is cut between two devices that compute.
     """
@@ -443,6 +460,8 @@ def infer_auto_device_map(
     homeless = packer.walk(fallback_allocation, say=print if verbose else lambda text: None)
     if homeless:
         raise ValueError(nothing_holds(packer, homeless))
+    if spread:
+        packer.spread_out()
     warn_of_cut_modules(cuts, packer)
     warn_of_shortage(packer)
     device_map = {key: packer.place_of[unit.name] for unit in units for key in unit.keys}

@@ -740,3 +740,46 @@ def test_the_benchmark_prints_its_table():
     script = step05.Path(__file__).with_name("bench_planning.py")
     result = subprocess.run([sys.executable, script, "20", "40"], capture_output=True, text=True, check=True)
     assert "modules=40" in result.stdout and result.stdout.count("equal=True") == 2
+
+
+# --- spread
+
+
+def layers_of(device_map, count):
+    model = build_empty("small")
+    resolved = resolve_device_map(model, device_map)
+    return [resolved[f"encoder.layers.{i}.norm1.weight"] for i in range(count)]
+
+
+@pytest.mark.parametrize("table", [{0: "66MB", "cpu": "1GB"}, {0: "40MB", "cpu": "30MB"}, {"cpu": "60MB"}], ids=str)
+def test_spread_parts_are_no_neighbours_and_cost_the_same(table):
+    model = build_empty("small")
+    plain, spread = infer_auto_device_map(model, table), infer_auto_device_map(model, table, spread=True)
+    before, after = layers_of(plain, 8), layers_of(spread, 8)
+    assert sorted(map(str, before)) == sorted(map(str, after)) and before != after
+    main = 0 if 0 in table else "cpu"
+    away = [device != main for device in after]
+    if sum(away) <= 4:
+        assert not any(one and two for one, two in zip(away, away[1:], strict=False))
+    costs = [forecast(replay(model, device_map, table)[0]) for device_map in (plain, spread)]
+    assert costs[0] == costs[1]
+
+
+def test_spread_changes_nothing_that_is_not_alike():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 2))
+    assert infer_auto_device_map(model, {0: 300}, spread=True) == infer_auto_device_map(model, {0: 300})
+    everything = infer_auto_device_map(model, {0: 10_000}, spread=True)
+    assert everything == {"": 0}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(40))
+def test_spread_keeps_every_budget(seed):
+    chosen = random.Random(seed)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(chosen.randint(2, 12))))
+    if seed % 3 == 0 and len(model) > 3:
+        model[2].weight = model[0].weight
+    table = {0: chosen.randint(300, 2500), 1: chosen.randint(0, 1500), "cpu": chosen.randint(0, 2500)}
+    plain, spread = infer_auto_device_map(model, table), infer_auto_device_map(model, table, spread=True)
+    books = [replay(model, device_map, table)[0] for device_map in (plain, spread)]
+    assert books[0].used == books[1].used and forecast(books[0]) == forecast(books[1])
