@@ -34,8 +34,9 @@ test: $(VENV)/.installed-dev  ## check everything: style, tests, every notebook 
 notebooks: $(VENV)/.installed-dev  ## refresh the notebooks from the scripts and execute them
 	$(BIN)/python tests/sync_notebooks.py $(NOTEBOOKS)
 
-bench: $(VENV)/.installed-dev  ## time planning beside Accelerate
+bench: $(VENV)/.installed-dev  ## time planning, loading and running beside Accelerate
 	$(BIN)/python tests/bench_planning.py
+	$(BIN)/python notebooks/versus_accelerate.py
 
 lab: $(VENV)/.installed  ## open JupyterLab at the course
 	$(BIN)/jupyter lab --notebook-dir=.

@@ -64,6 +64,34 @@ def rss_curves(ways: dict[str, dict], levels: dict[str, float], title: str) -> p
     return figure
 
 
+def race_bars(results: dict, title: str) -> plt.Figure:
+    """Draw the seconds of a forward for each rival, from the disk and cached, beside the two floors.
+
+    `results` is what `versus_accelerate.race` returns.
+    """
+    rivals = [rival for rival in results if rival not in ("raw_read", "resident")]
+    figure, axes = plt.subplots(figsize=(8, 0.75 * len(rivals) + 1.9))
+    for shift, temperature, colour, hatch in (
+        (-0.2, "cold", COLOURS["disk"], ""),
+        (0.2, "warm", COLOURS["cpu"], "//"),
+    ):
+        seconds = [results[rival][temperature]["forward_seconds"] for rival in rivals]
+        rows = [row + shift for row in range(len(rivals))]
+        label = "from the disk" if temperature == "cold" else "cached"
+        bars = axes.barh(rows, seconds, height=0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
+        axes.bar_label(bars, fmt="%.2f s", padding=3, fontsize=9)
+    floors = {"compute": results["resident"]["warm"], "read": results["raw_read"]["cold"]}
+    for height, (name, run) in zip((-0.75, -1.05), floors.items(), strict=True):
+        axes.axvline(run["forward_seconds"], color=COLOURS["bound"], linestyle=":", linewidth=1)
+        axes.text(run["forward_seconds"], height, f" {name} alone", va="center", fontsize=9)
+    axes.set_yticks(range(len(rivals)), [rival.replace("_", " ") for rival in rivals])
+    axes.set_ylim(len(rivals) - 0.5, -1.3)
+    axes.set(title=title, xlabel="time of a forward (s)")
+    figure.legend(loc="lower right", ncols=2, frameon=False, fontsize=10)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    return figure
+
+
 def device_colour(device: int | str) -> str:
     """Give each device the colour that it has in every figure."""
     return GPU_COLOURS[device % len(GPU_COLOURS)] if isinstance(device, int) else COLOURS[device]
