@@ -188,7 +188,10 @@ def run_once(rival: str, name: str, tokens: int, temperature: str) -> dict:
 
     `temperature` is "cold" (files come from the disk), "warm", or "memory": the peaks are sampled, and no times taken.
     """
+    import accelerate  # noqa: F401  before anything is timed, for all rivals
+
     checkpoint = prepare(name)
+    build(name)  # it imports Transformers for a model of its own
     ids = torch.arange(4 * tokens).reshape(4, tokens) % 128
     warm_up()
     with tempfile.TemporaryDirectory(dir=ARTIFACTS) as folder, torch.inference_mode():
@@ -244,12 +247,12 @@ def read_once(name: str, temperature: str) -> dict:
 
 
 def in_a_process(rival: str, name: str, tokens: int, temperature: str) -> dict:
-    """Run a rival once in a fresh process; raises RuntimeError with its error."""
+    """Run a rival once in a fresh process; raises ValueError with the last line of its error."""
     job = ["--one", rival, temperature, "--config", name, "--tokens", str(tokens)]
     command = [sys.executable, "-m", "notebooks.versus_accelerate", *job]
     child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode:
-        raise RuntimeError(f"{rival} failed:\n{child.stderr[-2000:]}")
+        raise ValueError(f"{rival} failed: {(child.stderr.strip().splitlines() or ['it was killed'])[-1]}")
     return json.loads(child.stdout.splitlines()[-1])
 
 
