@@ -327,8 +327,7 @@ def read_header(file: Path) -> tuple[dict[str, dict], dict[str, str]]:
         header = read_json(file, stream.read(length))
     metadata = header.pop("__metadata__", None) or {}
     unknown = [f"{name} is {entry['dtype']}" for name, entry in header.items() if entry["dtype"] not in DTYPES]
-    if unknown:
-        raise CheckpointError(f"{relative(file)} has dtypes that PyTorch has no name for: {'; '.join(unknown)}")
+    raise_all(unknown, f"{relative(file)} has dtypes that PyTorch has no name for: ", CheckpointError)
     for entry in header.values():
         entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
     return header, metadata

@@ -514,8 +514,9 @@ def main() -> None:
     stored = OffloadedWeightsLoader(save_folder=checkpoint)
     costs = forecast(replay(model, device_map, table)[0])
     read_ahead(load_checkpoint_and_dispatch(model, checkpoint, device_map, offload_folder=ARTIFACTS / "offload"))
-    print(f"missing_keys={sorted(model.state_dict().keys() - stored.keys())}")
-    print(f"unexpected_keys={sorted(stored.keys() - model.state_dict().keys())}")
+    wanted = model.state_dict().keys()
+    print(f"missing_keys={sorted(wanted - stored.keys())}")
+    print(f"unexpected_keys={sorted(stored.keys() - wanted)}")
     with OffloadTrace(model) as happened, torch.inference_mode():
         logits = model(fixed_sequences(model.token_embedding.num_embeddings))  # (2, num_classes)
     for event in happened.events:

@@ -1089,16 +1089,22 @@ def test_a_hostile_index_is_refused(shards):
         refuses(build_empty("tiny"), shards, INDEX_NAME)
 
 
-def test_whatever_stops_a_load_leaves_the_model_as_it_was(shards, monkeypatch):
+def stop_at(monkeypatch, reads):
+    """Have the user press Ctrl-C at the read of this number; returns the list that counts them."""
     read, count = step07.load_offloaded_weight, []
 
     def stops(*args):
         count.append(1)
-        if len(count) == 60:
+        if len(count) == reads:
             raise KeyboardInterrupt
         return read(*args)
 
     monkeypatch.setattr(step07, "load_offloaded_weight", stops)
+    return count
+
+
+def test_whatever_stops_a_load_leaves_the_model_as_it_was(shards, monkeypatch):
+    count = stop_at(monkeypatch, 60)
     for model in (build_empty("tiny"), build_model("tiny")):
         count.clear()
         refuses(model, shards, device_map={"": "cpu", "classifier": "disk"}, error=KeyboardInterrupt)
@@ -1117,17 +1123,10 @@ def test_whatever_stops_a_load_leaves_the_model_as_it_was(shards, monkeypatch):
 
 
 def test_a_real_model_that_is_filled_in_place_is_filled_wholly_or_not(shards, monkeypatch):
-    model, read, count = build_model("tiny"), step07.load_offloaded_weight, []
+    model = build_model("tiny")
     with torch.no_grad():
         [parameter.zero_() for parameter in model.parameters()]
-
-    def stops(*args):
-        count.append(1)
-        if len(count) == 70:
-            raise KeyboardInterrupt
-        return read(*args)
-
-    monkeypatch.setattr(step07, "load_offloaded_weight", stops)
+    stop_at(monkeypatch, 70)
     with pytest.raises(KeyboardInterrupt):
         load_checkpoint_in_model(model, shards)
     assert all(parameter.count_nonzero() == 0 for parameter in model.parameters())
