@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -198,7 +199,7 @@ def run_once(rival: str, name: str, tokens: int, temperature: str) -> dict:
         scratch, measured = Path(folder), {}
         if temperature == "cold":
             forget(checkpoint)
-        with MemoryPeaks() if temperature == "memory" else tempfile.SpooledTemporaryFile() as peaks:
+        with MemoryPeaks() if temperature == "memory" else nullcontext() as peaks:
             start = time.perf_counter()
             model = RIVALS[rival](name, checkpoint, scratch)
             measured["load_seconds"] = time.perf_counter() - start
