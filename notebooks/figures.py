@@ -92,6 +92,28 @@ def race_bars(results: dict, title: str) -> plt.Figure:
     return figure
 
 
+def memory_over_tokens(runs: dict[str, tuple], total_bytes: int, title: str) -> plt.Figure:
+    """Draw the bytes of weights that are in memory while a model answers, token by token, for several budgets.
+
+    `runs` maps a budget to the `resident_bytes` of step 6's `OffloadTrace`, and where in them each token begins.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4))
+    for (budget, (resident, starts)), colour in zip(runs.items(), GPU_COLOURS[0::2], strict=False):
+        ends = [*starts[1:], len(resident)]
+        tokens = [
+            token + step / (end - start)
+            for token, (start, end) in enumerate(zip(starts, ends, strict=True))
+            for step in range(end - start)
+        ]
+        axes.step(tokens, [size / 2**20 for size in resident], where="post", color=colour)
+        axes.text(tokens[-1], resident[-1] / 2**20, f" {budget}", va="center", fontsize=10)
+    axes.axhline(total_bytes / 2**20, color=COLOURS["bound"], linestyle=":", linewidth=1)
+    axes.text(0, total_bytes / 2**20, "the whole model", va="bottom", fontsize=10)
+    axes.set(title=title, xlabel="tokens answered", ylabel="weights in memory (MiB)", ylim=(0, None), xlim=(0, None))
+    figure.tight_layout()
+    return figure
+
+
 def device_colour(device: int | str) -> str:
     """Give each device the colour that it has in every figure."""
     return GPU_COLOURS[device % len(GPU_COLOURS)] if isinstance(device, int) else COLOURS[device]

@@ -166,16 +166,20 @@ def memory() -> dict[str, int]:
 
 
 class MemoryPeaks:
-    """Samples, while it is entered, how far anonymous and file memory rise above what they were before."""
+    """Samples, while it is entered, how far anonymous and file memory rise above what they were `before`."""
+
+    def __init__(self, before: dict[str, int] | None = None):
+        self.before, self.peaks, self.done = before or memory(), {"RssAnon": 0, "RssFile": 0}, threading.Event()
 
     def __enter__(self):
-        self.before, self.peaks, self.done = memory(), {"RssAnon": 0, "RssFile": 0}, threading.Event()
         self.thread = threading.Thread(target=self.keep_sampling)
         self.thread.start()
         return self
 
     def keep_sampling(self):
-        while not self.done.wait(0.002):
+        finished = False
+        while not finished:
+            finished = self.done.wait(0.002)
             now = memory()
             self.peaks = {kind: max(peak, now[kind] - self.before[kind]) for kind, peak in self.peaks.items()}
 
