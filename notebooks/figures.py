@@ -114,6 +114,18 @@ def memory_over_tokens(runs: dict[str, tuple], total_bytes: int, title: str) -> 
     return figure
 
 
+def speed_over_batch(curves: dict[str, list[float]], batches: list[int], title: str) -> plt.Figure:
+    """Draw the tokens per second of several ways to bring weights, over the tokens that are computed at once."""
+    figure, axes = plt.subplots(figsize=(8, 4))
+    styles = zip(curves.items(), GPU_COLOURS, ("-", "--", "-.", ":"), strict=False)
+    for (name, speeds), colour, style in styles:
+        axes.plot(batches, speeds, style, color=colour, linewidth=2, label=name)
+    axes.set(xscale="log", yscale="log", title=title, xlabel="tokens in one forward", ylabel="tokens per second")
+    axes.legend(frameon=False, fontsize=10)
+    figure.tight_layout()
+    return figure
+
+
 def device_colour(device: int | str) -> str:
     """Give each device the colour that it has in every figure."""
     return GPU_COLOURS[device % len(GPU_COLOURS)] if isinstance(device, int) else COLOURS[device]

@@ -55,6 +55,14 @@ WRONG = {
         "def largest_gain(read, compute):\n    return (read + compute) / min(read, compute or 1)",
         "never more than 2",
     ),
+    ("beyond_one_machine", 1): (
+        "def tokens_to_pay(parameters):\n    return smallest_batch_that_pays(parameters, 12e9, parameters, 60e12)",
+        "each parameter is two bytes",
+    ),
+    ("beyond_one_machine", 2): (
+        "def busy_share(ranks, micro_batches):\n    return micro_batches / (micro_batches + ranks)",
+        "the last rank starts after ranks - 1 turns",
+    ),
     ("real_llm", 1): (
         "def most_tokens_per_second(moved_bytes, bandwidth, compute):\n"
         "    return 1 / (moved_bytes / bandwidth + compute)",
