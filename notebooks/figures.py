@@ -51,7 +51,8 @@ def rss_curves(ways: dict[str, dict], levels: dict[str, float], title: str) -> p
     `ways` maps a way to what step 3's `measure_rss` returns for it.
     """
     figure, axes = plt.subplots(figsize=(8, 4))
-    for (way, growth), colour, style in zip(ways.items(), GPU_COLOURS[0::4], ("-", "--"), strict=False):
+    colours = [GPU_COLOURS[index] for index in (0, 4, 2, 3)]
+    for (way, growth), colour, style in zip(ways.items(), colours, ("-", "--", "-.", ":"), strict=False):
         seconds, mb = zip(*growth["curve"], strict=True)
         axes.plot(seconds, mb, style, color=colour, linewidth=2, label=f"{way}: peak {growth['peak_mb']:.0f} MiB")
     last = max(growth["curve"][-1][0] for growth in ways.values())
@@ -141,8 +142,8 @@ def device_bars(plans: dict, title: str) -> plt.Figure:
 
     `plans` maps a label to the books of step 5 (a `Packer`).
     """
-    figure, rows = plt.subplots(len(plans), 1, figsize=(8, 1.35 * len(plans) + 0.8), sharex=True)
-    for axes, (label, packer) in zip(rows, plans.items(), strict=True):
+    figure, rows = plt.subplots(len(plans), 1, figsize=(8, 1.35 * len(plans) + 0.8), sharex=True, squeeze=False)
+    for axes, (label, packer) in zip(rows[:, 0], plans.items(), strict=True):
         devices = [device for device in packer.devices if packer.used[device] or isinstance(device, int)]
         for row, device in enumerate(devices):
             start = 0

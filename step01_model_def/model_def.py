@@ -113,10 +113,12 @@ def run_script(main) -> None:
     """Run a step's `main`; an error that a learner can mend ends in one line, not in a traceback.
 
     Functions raise ValueError for a bad argument, its child CheckpointError (step 2) for a bad file, and
-    OSError for a disk that is full or read-only.
+    OSError for a disk that is full or read-only. What is imported late is of `requirements-dev.txt`.
     """
     try:
         main()
+    except ModuleNotFoundError as error:
+        sys.exit(f"ModuleNotFoundError: {error}; pip install -r requirements-dev.txt brings it")
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

@@ -8,6 +8,7 @@ is the same on every run. So a second `make notebooks` leaves no difference, tho
 """
 
 import ast
+import base64
 import json
 import re
 import sys
@@ -114,7 +115,16 @@ def sync(path: Path) -> bool:
     if compared(new) == compared(old):
         return False
     nbformat.write(new, path)
+    if (shown := picture(new)) is not None:
+        path.with_suffix(".png").write_bytes(shown)
     return True
+
+
+def picture(notebook: nbformat.NotebookNode) -> bytes | None:
+    """Take the figure of the cell that is tagged `picture`, which the README shows."""
+    for cell in notebook.cells:
+        if "picture" in cell.metadata.get("tags", []):
+            return base64.b64decode(next(o.data["image/png"] for o in cell.outputs if "data" in o))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import sys
 import nbformat
 import pytest
 from conftest import ROOT
-from sync_notebooks import METADATA, compared, definitions, refreshed, shown_names, with_stable_metadata
+from sync_notebooks import METADATA, compared, definitions, picture, refreshed, shown_names, with_stable_metadata
 
 NOTEBOOKS = sorted([*ROOT.glob("step*/*.ipynb"), *ROOT.glob("notebooks/*.ipynb")])
 
@@ -68,6 +68,12 @@ def test_metadata_is_stable(notebook):
 def test_a_notebook_starts_with_what_you_learn_and_how_long_it_takes(notebook):
     first = nbformat.read(notebook, as_version=4).cells[0].source
     assert first.startswith("# ") and "You will be able to" in first and "Minutes" in first and "Before this" in first
+
+
+def test_the_readme_shows_the_picture_of_the_overview():
+    overview = ROOT / "notebooks" / "overview.ipynb"
+    assert "(notebooks/overview.png)" in (ROOT / "README.md").read_text()
+    assert picture(nbformat.read(overview, as_version=4)) == overview.with_suffix(".png").read_bytes()
 
 
 def run_nbval(path, **environment):

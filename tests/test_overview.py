@@ -1,0 +1,41 @@
+"""The fifteen-minute story, as its script: run from another folder, on a small model."""
+
+import subprocess
+import sys
+
+from conftest import ROOT, facts
+
+from notebooks import overview, real_llm
+from step02_checkpoint.build_checkpoint import ensure_checkpoint
+from step03_meta_build.meta_build import build_empty
+from step05_device_map.device_map import forecast
+
+
+def test_the_script_as_a_user_runs_it_in_another_folder(tmp_path):
+    ensure_checkpoint("small")
+    command = [sys.executable, str(ROOT / "notebooks" / "overview.py"), "--config", "small"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    said = facts(result.stdout)
+    assert said["logits_equal"] == "True" and said["peak_resident_bytes"] == said["forecast_peak_bytes_0"]
+    peaks = {
+        line.split(":")[0]: float(line.split("(")[1].split()[0])
+        for line in result.stdout.splitlines()
+        if "_mb=" in line
+    }
+    assert list(peaks) == list(overview.WAYS)
+    assert peaks["the usual way"] > 1.8 and peaks["blocks from disk"] < 0.5 * peaks["the usual way"]
+    assert said["answer"] in ("The capital of France is Paris.", "run `make llm` first")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_three_tiers_and_the_forecast():
+    packer, happened, equal = overview.plan_and_run("small")
+    assert equal and all(packer.used[device] for device in (0, "cpu", "disk"))
+    assert happened.peak_resident_bytes == forecast(packer)["peak_bytes_0"] <= overview.budgets("small")[0]
+    assert sum(packer.used.values()) == sum(parameter.nbytes for parameter in build_empty("small").parameters())
+
+
+def test_without_the_real_model_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(real_llm, "FOLDER", tmp_path / "absent")
+    assert overview.real_answer("Hello?", "160MiB") is None
