@@ -50,7 +50,7 @@ def test_each_thing_has_one_home():
 
 
 def test_nothing_edits_the_import_path():
-    files = [*SCRIPTS, *ROOT.glob("notebooks/*"), *ROOT.glob("step*/*.ipynb")]
+    files = [*SCRIPTS, *ROOT.glob("notebooks/*.py"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("step*/*.ipynb")]
     assert [file for file in files if file.is_file() and "sys.path" in file.read_text(encoding="utf-8")] == []
 
 
