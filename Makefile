@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STEPS = $(sort $(wildcard step*/*.py))
+# Each process of the tests has a thread: so many of them, so many cores.
+PARALLEL = -n auto --dist
 NOTEBOOKS = $(sort $(wildcard step*/*.ipynb notebooks/*.ipynb))
 
 .DEFAULT_GOAL = tour
-.PHONY: tour test notebooks llm lab bench clean
+.PHONY: tour test notebooks llm lab student book browser doctor bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,8 +35,9 @@ tour: $(VENV)/.installed  ## run every step, in order
 test: $(VENV)/.installed-llm  ## check everything: style, tests, every notebook cell by cell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS)
+	$(BIN)/python -m pytest $(PARALLEL) worksteal
+	$(BIN)/python -m pytest $(PARALLEL) loadfile --nbval --nbval-current-env \
+		--nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS)
 
 notebooks: $(VENV)/.installed-llm  ## refresh the notebooks from the scripts and execute them
 	$(BIN)/python tests/sync_notebooks.py $(NOTEBOOKS)
@@ -48,6 +51,19 @@ bench: $(VENV)/.installed-dev  ## time planning, loading and running beside Acce
 
 lab: $(VENV)/.installed  ## open JupyterLab at the course
 	$(BIN)/jupyter lab --notebook-dir=.
+
+student: $(VENV)/.installed  ## notebooks without outputs and solutions, to give out
+	$(BIN)/python tests/student.py
+
+book: $(VENV)/.installed-dev  ## pages to read without Jupyter
+	$(BIN)/jupyter-book build . --quiet --config tests/book_config.yml --toc tests/book_toc.yml --path-output artifacts/book
+	@echo book=artifacts/book/_build/html/index.html
+
+browser: book $(VENV)/.installed-llm  ## run every notebook in JupyterLab, in a real browser
+	$(BIN)/python -m pytest -m browser tests/test_browser.py
+
+doctor:  ## say what is wrong with this machine, and how to mend it
+	@if [ -x $(BIN)/python ]; then $(BIN)/python tests/doctor.py; else $(PYTHON) tests/doctor.py; fi
 
 clean:  ## remove what the steps and the tools wrote; the virtual environment stays
 	rm -rf artifacts .pytest_cache .ruff_cache .hypothesis *.egg-info

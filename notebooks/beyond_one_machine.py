@@ -32,7 +32,7 @@ from step07_disk_offload.disk_offload import load_checkpoint_in_model
 # --- when it pays -----------------------------------------------------------------------------------------
 
 
-# Bytes per second to a GPU, and its float16 operations per second: round numbers from data sheets.
+# Bytes per second to a GPU, and float16 operations per second (FLOPS) on it: round numbers from data sheets.
 BANDWIDTHS = {"RAM over PCIe 4.0": 25e9, "NVMe disk": 5e9, "SATA disk": 0.5e9}
 FLOPS = 100e12
 
@@ -152,8 +152,8 @@ def run_rank(config_name: str, lost_rank: int | None = None) -> None:
             logits = schedule.step(*[ids.to(device)] if rank == 0 else [])  # (2, num_classes), on the last rank
         dist.barrier()  # whoever is done first must not hang up on the others
     except RuntimeError as error:
-        what = f"rank {rank} lost another rank, whose own message says why"
-        raise ValueError(f"{what} ({str(error).strip().splitlines()[-1]})") from error
+        reason = re.sub(r"^\[.*?\] ", "", str(error).strip()).split(". ")[0]
+        raise ValueError(f"rank {rank} lost another rank, whose own message says why ({reason})") from error
     if rank == ranks - 1:
         whole = load_strict(build_empty(config_name), checkpoint).to(device)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The whole course in fifteen minutes: from twice a model's memory down to a sixth of it.
+"""The whole course in fifteen minutes: from twice a model's memory to less than a fifth of it.
 
 You learn why loading the usual way needs two models' memory, and what takes that away step by step: the meta
 device, a mapped file, a device map, hooks, and blocks that are read when they run. Each function of this script
@@ -56,7 +56,7 @@ def measure_ways(config_name: str) -> dict[str, dict]:
 
 
 def plan_and_run(config_name: str) -> tuple[Packer, OffloadTrace, bool]:
-    """Run a model on device, RAM and disk at once; returns the plan's books, what happened, and if it was right."""
+    """Run a model on device, RAM and disk at once; returns the plan's books, what happened, whether it was right."""
     model, checkpoint = build_empty(config_name), ensure_checkpoint(config_name).shards
     device_map, table = plan_device_map(model, "auto", budgets(config_name))
     packer = replay(model, device_map, table)[0]
@@ -96,7 +96,7 @@ def main() -> None:
     for device in packer.devices:
         print(f"bytes_on[{device}]={packer.used[device]} ({format_bytes(packer.used[device])})")
     print("\n".join(f"forecast_{name}={count}" for name, count in forecast(packer).items()))
-    print(f"peak_resident_bytes={happened.peak_resident_bytes}")
+    print(f"peak_resident_bytes={happened.peak_resident_bytes} ({format_bytes(happened.peak_resident_bytes)})")
     print(f"logits_equal={equal}")
     print(f"answer={real_answer(args.prompt, '160MiB') or 'run `make llm` first'}")
 

