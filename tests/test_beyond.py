@@ -108,7 +108,10 @@ def test_without_torchrun_too_the_others_notice(lost):
     ("options", "message"),
     [
         (["--ranks", "0"], "ValueError: ranks=0: give 1 or more"),
-        (["--config", "tiny", "--ranks", "3"], "ValueError: tiny is not cut into 3 parts: the plan uses 2"),
+        (
+            ["--config", "tiny", "--ranks", "5"],
+            "ValueError: tiny is not cut into 5 parts; the most, up to there, is --ranks 2",
+        ),
         (["--lose", "2"], "ValueError: lose=2: the ranks are 0 to 1"),
     ],
 )
@@ -123,3 +126,28 @@ def test_when_offloading_pays():
     assert at == 1e5 and beyond.tokens_per_second(moved, 10, parameters, 1e6, at) == 1e6 / (2 * parameters)
     assert beyond.tokens_per_second(moved, 10, parameters, 1e6, 1) == 10 / moved  # bringing takes longer
     assert beyond.tokens_per_second(0, 10, parameters, 1e6, 7) == 1e6 / (2 * parameters)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("tiny", 100_000), ("small", 11), ("medium", 10)])
+def test_the_number_of_ranks_in_the_message_works(name, ranks):
+    with pytest.raises(ValueError, match=r"--ranks \d+") as error:
+        beyond.plan_ranks(name, ranks)
+    count = int(str(error.value).split()[-1])
+    assert sorted(set(beyond.plan_ranks(name, count).values())) == list(range(count))
+
+
+def test_the_reason_why_a_rank_failed_reaches_the_user(course):
+    assert course.run(2).returncode == 0
+    folder = course.artifacts / "tiny_transformer"
+    state = {n: torch.zeros(t.shape) for n, t in build_empty("tiny").state_dict().items() if "layers.2.norm1" not in n}
+    save_sharded_checkpoint(state, folder)
+    command = [sys.executable, str(course.folder / "notebooks" / "beyond_one_machine.py"), "--config", "tiny"]
+    environment = os.environ | {"PYTHONPATH": str(course.folder)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=course.folder, env=environment)
+    assert result.returncode == 1 and "CheckpointError: the checkpoint lacks encoder.layers.2.norm1" in result.stderr
+
+
+def test_a_rank_number_left_in_the_environment_does_no_harm():
+    command = [sys.executable, str(SCRIPT), "--config", "tiny"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"RANK": "0"})
+    assert result.returncode == 0 and facts(result.stdout)["logits_equal"] == "True", result.stderr

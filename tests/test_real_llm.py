@@ -20,7 +20,8 @@ from conftest import ROOT, facts
 
 from notebooks import real_llm
 from step02_checkpoint.build_checkpoint import INDEX_NAME, CheckpointError, tensor_files
-from step06_hooks_offload.hooks_offload import OffloadTrace
+from step06_hooks_offload.hooks_offload import OffloadTrace, align_hooks
+from step07_disk_offload.disk_offload import ReadAhead
 
 transformers = pytest.importorskip("transformers", reason="requirements-dev.txt is not installed")
 QUESTION = "What is the capital of France?"
@@ -97,7 +98,11 @@ def small_library():
         model.config.quantization_config = {}
         return model
 
-    tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("{}"))
+    def save(folder):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_text("{}")
+
+    tokenizer = SimpleNamespace(save_pretrained=save)
     return SimpleNamespace(
         AutoModelForCausalLM=SimpleNamespace(from_pretrained=quantized),
         AutoTokenizer=SimpleNamespace(from_pretrained=lambda *a, **k: tokenizer),
@@ -149,14 +154,34 @@ def test_a_killed_conversion_is_never_taken_for_a_whole_one(tmp_path, small):
 def test_a_damaged_folder_is_refused_with_the_mend(tmp_path, small):
     folder = real_llm.ensure_model(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks tokenizer.json. Delete .*model"):
+    with pytest.raises(CheckpointError, match=r"model lacks tokenizer.json; delete it, and the next run converts"):
+        real_llm.ensure_model(folder)
+    (folder / "tokenizer.json").write_text('{"version"')
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is not readable JSON.*; delete it"):
         real_llm.ensure_model(folder)
     (folder / "tokenizer.json").write_text("{}")
     shard = next(folder.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=rf"{shard.name} is not a whole.* Delete .*, and the next run converts"):
+    with pytest.raises(CheckpointError, match=rf"{shard.name} is not a whole.*; delete it, and the next run converts"):
         real_llm.ensure_model(folder)
     assert (folder / INDEX_NAME).exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file is a file; delete it"):
+        real_llm.ensure_model(tmp_path / "file")
+
+
+def test_files_that_transformers_cannot_use_are_refused_with_the_mend(tmp_path):
+    for content in ("[]", "{}", '{"model_type": "llama", "hidden_size": "wide"}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match="is damaged .*; delete it, and the next run converts"):
+            real_llm.open_model(tmp_path)
+
+
+def test_who_was_faster_is_not_disturbed(tmp_path, small):
+    folder = real_llm.ensure_model(tmp_path / "model")
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    real_llm.convert(tmp_path / "model.gguf", folder)
+    assert before == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
 
 
 # --- the model --------------------------------------------------------------------------------------------
@@ -199,6 +224,32 @@ def test_tokens_equal_under_every_budget_and_each_byte_is_read_once_a_token(fold
 
 
 @needs_model
+def test_blocks_are_read_ahead_and_the_cache_stays_where_it_is(folder):
+    model = real_llm.ours(folder, real_llm.plan(real_llm.build(folder), "160MiB")[0], None)
+    hooks = [hook for module in model.modules() for hook in getattr(vars(module).get("_hf_hook"), "hooks", [])]
+    assert sum(isinstance(hook, ReadAhead) for hook in hooks) == (29 if hasattr(os, "posix_fadvise") else 0)
+    moving = [hook for module in model.modules() for hook in align_hooks(module)]
+    assert moving and all(hook.skip_keys == model._skip_keys_device_placement for hook in moving if hook.parked)
+
+
+@needs_model
+def test_what_the_conversion_wrote_is_the_models(folder, tokenizer):
+    files, aliases = tensor_files(folder)
+    assert len(files) == 272 and aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    config = real_llm.build(folder).config
+    assert tokenizer.model_max_length == config.max_position_embeddings == 8192
+    assert not hasattr(config, "quantization_config")
+
+
+def test_equal_tokens_are_claimed_only_by_those_who_ran():
+    good, other, failed = {"tokens": [1, 2]}, {"tokens": [1, 3]}, {"error": "killed by signal 9"}
+    assert real_llm.all_equal({"plain": good, "ours": good, "accelerate": failed}, [1, 2])
+    assert not real_llm.all_equal({"plain": good, "ours": failed}, [1, 2])
+    assert not real_llm.all_equal({"plain": failed, "ours": failed}, [1, 2])
+    assert not real_llm.all_equal({"plain": good, "ours": good, "accelerate": other}, [1, 2])
+
+
+@needs_model
 @pytest.mark.parametrize("budget", ["108MiB", "1", "100MB"])
 def test_a_budget_below_the_largest_block_says_the_smallest_that_works(folder, budget):
     with pytest.raises(ValueError, match=r"model.embed_tokens alone takes 108.0 MiB.* smallest that works is 109MiB"):
@@ -215,6 +266,8 @@ def test_what_is_no_question_is_refused(tokenizer, prompt):
 @needs_model
 @pytest.mark.parametrize("count", [0, -1, 8192])
 def test_there_must_be_room_for_the_answer(tokenizer, count):
+    with pytest.raises(ValueError, match="the prompt is too long: 8192 tokens"):
+        real_llm.encode(tokenizer, "word " * 9000, 1)
     with pytest.raises(ValueError, match=rf"max_new_tokens={count}: beside this prompt there is room for 1 to 81\d\d"):
         real_llm.encode(tokenizer, QUESTION, count)
 
@@ -244,8 +297,14 @@ def test_the_script_as_a_user_runs_it_in_another_folder_without_network(tmp_path
     said = facts(result.stdout)
     assert said["answer"] == "The capital of France is Paris." and said["tokens_equal"] == "True"
     assert said["peak_resident_bytes"] == said["forecast_peak_bytes"].split()[0]
-    ways = [line.split(": ")[0] for line in result.stdout.splitlines() if "tokens_per_second=" in line]
-    assert ways == ["plain", "ours", "accelerate", "from_pretrained"]
+    ways = {
+        line.split(": ")[0]: facts(line.replace(" ", "\n")) for line in result.stdout.splitlines() if "_mb=" in line
+    }
+    assert list(ways) == ["plain", "ours", "accelerate", "from_pretrained"]
+    if sys.platform == "linux":
+        size = int(said["model_bytes"].split()[0]) / 2**20
+        taken = {way: (int(run["anonymous_mb"]) + int(run["file_mb"])) / size for way, run in ways.items()}
+        assert taken["plain"] > 0.9 and taken["ours"] < 0.4, taken
     assert [*tmp_path.iterdir()] == [] and result.stderr == ""
 
 
