@@ -113,7 +113,8 @@ def run_script(main) -> None:
     """Run a step's `main`; an error that a learner can mend ends in one line, not in a traceback.
 
     Functions raise ValueError for a bad argument, its child CheckpointError (step 2) for a bad file, and
-    OSError for a disk that is full or read-only. What is imported late is of `requirements-dev.txt`.
+    OSError for a disk that is full or read-only. What is imported late is of `requirements-dev.txt`. PyTorch
+    says RuntimeError when there is no memory.
     """
     try:
         main()
@@ -121,6 +122,10 @@ def run_script(main) -> None:
         sys.exit(f"ModuleNotFoundError: {error}; pip install -r requirements-dev.txt brings it")
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if "allocate" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        sys.exit("MemoryError: not enough memory; close programs or take a smaller --config; `make doctor` says more")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -27,6 +28,16 @@ def test_in_order_from_the_root_without_a_home_folder(course):
     for command, shown in readme_outputs().items():
         step = int(command.removeprefix("python step")[:2])
         assert set(shown) <= set(outputs[step].stdout.splitlines()), f"the README shows something else for {command}"
+
+
+def test_the_first_screen_of_the_readme_shows_what_is_printed(course):
+    block = re.search(r"\$ make\n((?:[^$`].*\n)+)```", (ROOT / "README.md").read_text())[1]
+    printed = []
+    for line in block.splitlines():
+        if line.startswith("== "):
+            printed = course.run(int(line[7:9])).stdout.splitlines()
+        else:
+            assert line in printed, f"the README shows another line than is printed: {line}"
 
 
 def readme_outputs():
@@ -86,6 +97,22 @@ def test_a_damaged_config_ends_in_one_line(course):
 
 def snapshot(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+@pytest.mark.parametrize("step", [2, 4])
+def test_too_little_memory_ends_in_one_line(course, step):
+    import resource
+
+    free = course.run(1, env={"OMP_NUM_THREADS": "1"})
+    assert free.returncode == 0
+    code = "import psutil, torch; print(psutil.Process().memory_info().vms)"
+    imports = int(subprocess.check_output([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    limit = imports + 300 * 2**20  # 800 MB of weights do not fit, what else the step needs does
+    little = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))}
+    options = {2: ["--config", "medium"], 4: ["--config", "medium", *QUICK[4]]}[step]
+    result = course.run(step, *options, env={"OMP_NUM_THREADS": "1"}, **little)
+    ends_in_one_line(result, "MemoryError: not enough memory", "--config", "make doctor")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files as Linux does")
