@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STEPS = $(sort $(wildcard step*/*.py))
-# Each process of the tests has a thread: so many of them, so many cores.
-PARALLEL = -n auto --dist
+# As many processes of tests as there are cores, and one thread in each.
+PYTEST_PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist
 NOTEBOOKS = $(sort $(wildcard step*/*.ipynb notebooks/*.ipynb))
 
 .DEFAULT_GOAL = tour
@@ -35,8 +35,8 @@ tour: $(VENV)/.installed  ## run every step, in order
 test: $(VENV)/.installed-llm  ## check everything: style, tests, every notebook cell by cell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest $(PARALLEL) worksteal
-	$(BIN)/python -m pytest $(PARALLEL) loadfile --nbval --nbval-current-env \
+	$(PYTEST_PARALLEL) worksteal
+	$(PYTEST_PARALLEL) loadfile --nbval --nbval-current-env \
 		--nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS)
 
 notebooks: $(VENV)/.installed-llm  ## refresh the notebooks from the scripts and execute them

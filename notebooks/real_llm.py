@@ -128,7 +128,8 @@ def open_model(folder: Path):
     except ImportError:
         raise
     except Exception as error:  # it has many ways to say so
-        raise CheckpointError(f"{relative(folder)} is damaged ({type(error).__name__}: {error}); {MEND}") from error
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{relative(folder)} is damaged ({said}); {MEND}") from error
 
 
 def build(folder: Path) -> nn.Module:

@@ -18,11 +18,12 @@ import nbformat
 import pytest
 from conftest import ROOT
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 webdriver = pytest.importorskip("selenium.webdriver", reason="requirements-dev.txt is not installed")
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(
-        shutil.which("chromium") is None or shutil.which("chromedriver") is None,
+        CHROMIUM is None or shutil.which("chromedriver") is None,
         reason="needs chromium and chromedriver (Debian: apt install chromium chromium-driver)",
     ),
 ]
@@ -95,7 +96,7 @@ def lab(tmp_path_factory):
 
 def open_browser(profile):
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
+    options.binary_location = CHROMIUM
     flags = ["headless=new", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking"]
     flags += ["disable-component-update", "disable-sync", "disable-dev-shm-usage", "window-size=1400,2400"]
     for flag in [*flags, f"user-data-dir={profile}"]:
