@@ -14,15 +14,19 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+try:
+    from step01_model_def.model_def import (
+        CONFIGS, TinyTransformerClassifier, count_parameters, fixed_sequences, format_bytes, run_script,
+    )  # fmt: skip
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from notebooks.versus_accelerate import MemoryPeaks
-from step01_model_def.model_def import (
-    CONFIGS, TinyTransformerClassifier, count_parameters, fixed_sequences, format_bytes, run_script,
-)  # fmt: skip
 from step02_checkpoint.build_checkpoint import CheckpointError, ensure_checkpoint
 from step03_meta_build.meta_build import build_empty, init_empty_weights, warm_up
 from step04_to_empty_load.load_with_meta import load_strict

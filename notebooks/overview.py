@@ -9,11 +9,15 @@ model if `make llm` has been run. Reads the checkpoint of step 2, and builds it 
 
 import argparse
 
+try:
+    from step01_model_def.model_def import CONFIGS, fixed_sequences, format_bytes, run_script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import torch
 from torch import nn
 
 from notebooks import real_llm
-from step01_model_def.model_def import CONFIGS, fixed_sequences, format_bytes, run_script
 from step02_checkpoint.build_checkpoint import INDEX_NAME, ensure_checkpoint
 from step03_meta_build.meta_build import build_empty, measure_rss
 from step04_to_empty_load.load_with_meta import load_mapped, load_plain, load_strict, load_to_empty

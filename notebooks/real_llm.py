@@ -18,12 +18,16 @@ import time
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
+try:
+    from step01_model_def.model_def import format_bytes, raise_all, run_script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from notebooks.versus_accelerate import MemoryPeaks, memory
-from step01_model_def.model_def import format_bytes, raise_all, run_script
 from step02_checkpoint.build_checkpoint import (
     ARTIFACTS, INDEX_NAME, CheckpointError, parse_size, read_json, recover_folder, relative, remove, remove_leftovers,
     save_sharded_checkpoint, tensor_files,

@@ -20,11 +20,15 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+try:
+    from step01_model_def.model_def import run_script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from step01_model_def.model_def import run_script
 from step02_checkpoint.build_checkpoint import (
     ARTIFACTS, ensure_checkpoint, save_sharded_checkpoint, tensor_files, write_whole,
 )  # fmt: skip

@@ -7,8 +7,11 @@ float16. Nothing is written.
 
 import sys
 
-import torch
-from torch import nn
+try:
+    import torch
+    from torch import nn
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
 
 SEED = 47
 

@@ -18,15 +18,19 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+try:
+    from step01_model_def.model_def import (
+        CONFIGS, SEED, SIZES, TinyTransformerClassifier, config_problems, format_bytes, raise_all, run_script,
+    )  # fmt: skip
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import psutil
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from step01_model_def.model_def import (
-    CONFIGS, SEED, SIZES, TinyTransformerClassifier, config_problems, format_bytes, raise_all, run_script,
-)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 ARTIFACTS = ROOT / "artifacts"

@@ -17,6 +17,13 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 
+try:
+    from step01_model_def.model_def import (
+        CONFIGS, TinyTransformerClassifier, count_meta_parameters, count_parameters, format_bytes, run_script,
+    )  # fmt: skip
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import psutil
 import torch
 from torch import nn
@@ -25,9 +32,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from step01_model_def.model_def import (
-    CONFIGS, TinyTransformerClassifier, count_meta_parameters, count_parameters, format_bytes, run_script,
-)  # fmt: skip
 from step02_checkpoint.build_checkpoint import build_model
 
 MODULE = "step03_meta_build.meta_build"  # for the fresh processes in which memory is measured

@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+try:
+    from step01_model_def.model_def import (
+        TinyTransformerClassifier, count_meta_parameters, count_parameters, fixed_sequences, raise_all, run_script,
+    )  # fmt: skip
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import torch
 from torch import nn
 
-from step01_model_def.model_def import (
-    TinyTransformerClassifier, count_meta_parameters, count_parameters, fixed_sequences, raise_all, run_script,
-)  # fmt: skip
 from step02_checkpoint.build_checkpoint import (
     CheckpointError, build_model, checkpoint_paths, ensure_checkpoint, find_checkpoint_file, is_safetensors,
     load_config, load_pt, only_tensors, open_shard, relative, tensor_files,

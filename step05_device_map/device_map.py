@@ -15,12 +15,16 @@ from itertools import accumulate
 from pathlib import Path
 from warnings import warn
 
+try:
+    from step01_model_def.model_def import CONFIGS, format_bytes, raise_all, run_script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import psutil
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from step01_model_def.model_def import CONFIGS, format_bytes, raise_all, run_script
 from step02_checkpoint.build_checkpoint import parse_size
 from step03_meta_build.meta_build import build_empty
 from step04_to_empty_load.load_with_meta import named_tensors

@@ -18,11 +18,15 @@ from collections import ChainMap, namedtuple
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 
+try:
+    from step01_model_def.model_def import fixed_sequences, raise_all, run_script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from step01_model_def.model_def import fixed_sequences, raise_all, run_script
 from step02_checkpoint.build_checkpoint import ensure_checkpoint
 from step03_meta_build.meta_build import dress
 from step04_to_empty_load.load_with_meta import (

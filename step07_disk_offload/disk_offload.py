@@ -17,12 +17,16 @@ from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+try:
+    from step01_model_def.model_def import fixed_sequences, format_bytes, raise_all, run_script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
+
 import safetensors.torch
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from step01_model_def.model_def import fixed_sequences, format_bytes, raise_all, run_script
 from step02_checkpoint.build_checkpoint import (
     ARTIFACTS, DTYPES, INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file, is_safetensors, load_pt,
     read_header, read_index, read_json, relative, remove, remove_leftovers, save_sharded_checkpoint, storable_tensor,

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 
 import pytest
 from conftest import ROOT, facts
@@ -80,6 +81,23 @@ def test_from_its_own_folder_out_of_order_and_twice(course, step):
         check_step_4(first.stdout), check_step_4(second.stdout)
     assert [path.name for path in course.script(step).parent.iterdir() if path.is_file()] == [course.script(step).name]
     assert list(course.artifacts.rglob(".*")) == []
+
+
+LESSONS = sorted([*ROOT.glob("step*/*.py"), *ROOT.glob("notebooks/*.ipynb")])
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+def test_without_the_installation_one_line_says_what_to_do(bare_python, lesson):
+    command = [str(bare_python), str(lesson.with_suffix(".py"))]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    ends_in_one_line(result, "No module named", "run `make`", "pip install -r requirements.txt")
 
 
 def ends_in_one_line(result, *parts):
