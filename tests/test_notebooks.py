@@ -1,6 +1,7 @@
 """Notebook and script never drift, and a wrong output does not pass."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,22 @@ def test_metadata_is_stable(notebook):
 def test_a_notebook_starts_with_what_you_learn_and_how_long_it_takes(notebook):
     first = nbformat.read(notebook, as_version=4).cells[0].source
     assert first.startswith("# ") and "You will be able to" in first and "Minutes" in first and "Before this" in first
+
+
+def test_each_figure_is_told_in_words(notebook):
+    told = True
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            told = told or "**Figure**" in cell.source
+        elif any("image/png" in output.get("data", {}) for output in cell.outputs):
+            assert told, f"nobody says what is to be seen before the figure of: {cell.source}"
+            told = False
+    assert told
+
+
+def test_text_in_figures_can_be_read():
+    sizes = re.findall(r"font\.?size[\"']?[=:] ?(\d+)", (ROOT / "notebooks" / "figures.py").read_text())
+    assert len(sizes) > 5 and min(map(int, sizes)) >= 9
 
 
 def test_the_readme_shows_the_picture_of_the_overview():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import venv
 
 import pytest
 from conftest import ROOT, facts
+
+from step02_checkpoint.build_checkpoint import ensure_checkpoint
 
 STEPS = (1, 2, 3, 4, 5, 6, 7)
 
@@ -81,6 +84,24 @@ def test_from_its_own_folder_out_of_order_and_twice(course, step):
         check_step_4(first.stdout), check_step_4(second.stdout)
     assert [path.name for path in course.script(step).parent.iterdir() if path.is_file()] == [course.script(step).name]
     assert list(course.artifacts.rglob(".*")) == []
+
+
+def changes_in_the_readme():
+    """Read from the README's table of steps what a learner may change: pairs of a step and its options."""
+    rows = re.findall(r"^\| (\d) \[`step.*\| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return [(int(step), options) for step, cell in rows for options in re.findall(r"`(--[^`]+)`", cell)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links to checkpoints that are built")
+@pytest.mark.parametrize(("step", "options"), changes_in_the_readme())
+def test_what_the_readme_says_can_be_changed(course, step, options):
+    assert len(changes_in_the_readme()) >= 7
+    for name in ("small", "medium"):  # built once, at the course itself; read from here
+        if name in options and step > 2 and ensure_checkpoint(name):
+            course.artifacts.mkdir(exist_ok=True)
+            (course.artifacts / name).symlink_to(ROOT / "artifacts" / name)
+    result = course.run(step, *shlex.split(options))
+    assert result.returncode == 0 and result.stderr == "", result.stderr
 
 
 LESSONS = sorted([*ROOT.glob("step*/*.py"), *ROOT.glob("notebooks/*.ipynb")])
