@@ -55,6 +55,8 @@ def load_and_run(way: str, config_name: str) -> torch.Tensor:
 
 def measure_ways(config_name: str) -> dict[str, dict]:
     """Measure each way in a fresh process; returns what step 3's `measure_rss` says of it."""
+    for name in ("tiny", config_name):
+        ensure_checkpoint(name)
     setup = "from notebooks.overview import *; [load_and_run(way, 'tiny') for way in WAYS]"
     return {way: measure_rss(f"load_and_run({way!r}, {config_name!r})", setup) for way in WAYS}
 

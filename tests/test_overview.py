@@ -1,5 +1,6 @@
 """The fifteen-minute story, as its script: run from another folder, on a small model."""
 
+import os
 import subprocess
 import sys
 
@@ -28,6 +29,15 @@ def test_the_script_as_a_user_runs_it_in_another_folder(tmp_path):
     assert peaks["the usual way"] > 1.8 and peaks["blocks from disk"] < 0.5 * peaks["the usual way"]
     assert said["answer"] == "The capital of France is Paris." or said["answer"].startswith("small sorts")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_on_a_fresh_clone_it_builds_what_it_needs(course):
+    command = [sys.executable, str(course.folder / "notebooks" / "overview.py"), "--config", "small"]
+    environment = os.environ | {"PYTHONPATH": str(course.folder)}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=course.folder, env=environment)
+    assert result.returncode == 0, result.stderr
+    said = facts(result.stdout)
+    assert said["logits_equal"] == "True" and said["answer"].startswith("small sorts the two sequences")
 
 
 def test_three_tiers_and_the_forecast():
