@@ -103,7 +103,7 @@ def dress(new: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Give a new tensor the class, the attributes and the `requires_grad` of the one whose place it takes."""
     new = new.detach()
     if all(type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for tensor in (new, like)):
-        new = new.as_subclass(type(like))
+        new = torch.Tensor._make_subclass(type(like), new)  # `as_subclass` makes a view, whose slices need no gradient
         new.__dict__.update(like.__dict__)
     elif isinstance(like, nn.Parameter):  # tensors that compute in a way of their own keep their class
         new = nn.Parameter(new)

@@ -22,15 +22,14 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: run `make`, or `pip install -r requirements.txt` in the activated .venv") from None
 
-import safetensors.torch
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from step02_checkpoint.build_checkpoint import (
-    ARTIFACTS, DTYPES, INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file, is_safetensors, load_pt,
-    read_header, read_index, read_json, relative, remove, remove_leftovers, save_sharded_checkpoint, storable_tensor,
-    tensor_files, unsavable, write_whole,
+    ALIGNMENT, ARTIFACTS, DTYPES, INDEX_NAME, CheckpointError, ensure_checkpoint, find_checkpoint_file,
+    is_safetensors, load_pt, read_header, read_index, read_json, relative, remove, remove_leftovers,
+    save_sharded_checkpoint, storable_tensor, tensor_files, unsavable, write_safetensors, write_whole,
 )  # fmt: skip
 from step03_meta_build.meta_build import dress, entered
 from step04_to_empty_load.load_with_meta import (
@@ -70,7 +69,8 @@ def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.T
     """Map a file into memory and give one tensor of it: a page is read from the disk when something touches it.
 
     `weight_info` is the tensor's entry of an index. Each call maps anew, and privately: what is written to the
-    tensor reaches neither the file nor another reader. When the tensor goes, the mapping goes.
+    tensor reaches neither the file nor another reader. When the tensor goes, the mapping goes. A tensor that does
+    not begin in the file as it would in memory (step 2) is copied: so it computes alike, to the last bit.
     Raises CheckpointError when the file has changed or is gone since the entry was made.
     """
     (begin, end), dtype, shape = weight_info["data_offsets"], DTYPES[weight_info["dtype"]], weight_info["shape"]
@@ -84,7 +84,8 @@ def load_offloaded_weight(weight_file: Path | str, weight_info: dict) -> torch.T
     if dtype == DTYPES["F4"]:  # two numbers of four bits lie in one byte
         shape = [*shape[:-1], shape[-1] // 2]
     strides = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype, device="cpu").set_(mapped[begin:end], 0, shape, strides)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(mapped[begin:end], 0, shape, strides)
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def offload_weight(
@@ -100,7 +101,7 @@ def offload_weight(
         problems.append(f"{weight_name!r} would lead out of the folder, or be taken for a checkpoint")
     raise_all(problems, f"cannot offload to {relative(offload_folder)}: ", CheckpointError)
     with write_whole(file) as partial:
-        safetensors.torch.save_file({weight_name: storable_tensor(weight)}, partial, metadata={"format": "pt"})
+        write_safetensors({weight_name: storable_tensor(weight)}, partial, {"format": "pt"})
     index = {} if index is None else index
     index[weight_name] = describe(file)[weight_name]
     return index

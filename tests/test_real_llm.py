@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
 from conftest import ROOT, facts
 
 from notebooks import real_llm
+from step02_checkpoint import build_checkpoint as step02
 from step02_checkpoint.build_checkpoint import INDEX_NAME, CheckpointError, tensor_files
 from step06_hooks_offload.hooks_offload import OffloadTrace, align_hooks
 from step07_disk_offload.disk_offload import ReadAhead
@@ -133,7 +133,7 @@ def killed_while_converting(folder, kill_at: int) -> bool:
         for name in ("mkdir", "rename", "replace", "write_text"):
             setattr(Path, name, counted(getattr(Path, name)))
         os.fsync = counted(os.fsync)
-        safetensors.torch.save_file = counted(safetensors.torch.save_file)
+        step02.write_safetensors = counted(step02.write_safetensors)
         real_llm.ensure_model(folder)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])

@@ -29,6 +29,7 @@ from step02_checkpoint.build_checkpoint import (
     replace_folder,
     save_sharded_checkpoint,
     tensor_files,
+    write_safetensors,
     write_whole,
 )
 
@@ -175,17 +176,40 @@ def test_a_second_checkpoint_leaves_no_stale_shard_and_keeps_other_files(tmp_pat
     assert names_in(tmp_path) == ["c"]
 
 
+def test_the_library_reads_what_is_written_and_each_tensor_begins_aligned(tmp_path):
+    tensors = {
+        "odd": torch.randn(3),
+        "even": torch.randn(4, 16),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
+    for name, dtype in step02.DTYPES.items():
+        tensors[name] = torch.arange(64, dtype=torch.uint8).view(dtype).reshape(2, -1)
+    write_safetensors(tensors, tmp_path / "x.safetensors", {"format": "pt", "näme": "odd"})
+    loaded = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        bits = [t.reshape(-1).view(torch.uint8) for t in (loaded[name], tensor)]
+        assert torch.equal(*bits), name
+    with safetensors.safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "näme": "odd"}
+    header, _ = step02.read_header(tmp_path / "x.safetensors")
+    starts = {name: entry["data_offsets"][0] % step02.ALIGNMENT for name, entry in header.items()}
+    assert {name for name, start in starts.items() if start} <= {"scalar"}  # it comes after `odd`
+
+
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     save_sharded_checkpoint({"a": torch.ones(2)}, tmp_path / "c")
     calls = []
 
-    def fails(tensors, path, **options):
+    def fails(tensors, path, metadata):
         calls.append(path)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
         path.write_bytes(b"half")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fails)
+    monkeypatch.setattr(step02, "write_safetensors", fails)
     with pytest.raises(OSError, match="No space left .* untouched"):
         save_sharded_checkpoint({"b": torch.zeros(2), "c": torch.zeros(2)}, tmp_path / "c", max_shard_size=8)
     assert read_all(tmp_path / "c")["a"].tolist() == [1, 1]

@@ -12,6 +12,7 @@ from step01_model_def.model_def import CONFIGS, TinyTransformerClassifier, count
 from step02_checkpoint.build_checkpoint import build_model
 from step03_meta_build.meta_build import (
     build_empty,
+    dress,
     error_of,
     init_empty_weights,
     init_on_device,
@@ -268,3 +269,22 @@ def test_file_backed_memory_is_told_apart(tmp_path):
 def test_a_failing_measurement_shows_the_childs_error():
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         measure_rss("1 / 0")
+
+
+class Odd(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    "like", [nn.Parameter(torch.ones(4)), Odd(torch.ones(4)), torch.ones(4)], ids=lambda t: type(t).__name__
+)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_dressed_tensor_is_no_view(like, mode):
+    """A slice of a view requires no grad, and PyTorch then takes another kernel for a product: another last bit."""
+    with torch.inference_mode(False), mode():
+        new = dress(torch.zeros(4), like)
+    assert type(new) is type(like) and new.requires_grad == like.requires_grad and not new._is_view()
+    for inference in (torch.no_grad, torch.inference_mode):
+        if not new.is_inference():
+            with inference():
+                assert new[:2].requires_grad == like[:2].requires_grad

@@ -21,8 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_step04 import transformers_model
 from torch import nn
+from torch.nn import functional as F
 
-from step02_checkpoint.build_checkpoint import INDEX_NAME, CheckpointError, build_model, save_sharded_checkpoint
+from step02_checkpoint import build_checkpoint as step02
+from step02_checkpoint.build_checkpoint import (
+    ALIGNMENT, INDEX_NAME, CheckpointError, build_model, save_sharded_checkpoint, write_safetensors,
+)  # fmt: skip
 from step03_meta_build.meta_build import build_empty, init_empty_weights, measure_rss
 from step04_to_empty_load.load_with_meta import find_tied_parameters, named_tensors
 from step05_device_map.device_map import plan_device_map
@@ -120,6 +124,24 @@ UNUSUAL = {
 def same_bits(a, b):
     a, b = (t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("writer", ["ours", "library"])
+def test_a_weight_begins_where_memory_would_whoever_wrote_the_file(tmp_path, writer):
+    """Else a matrix product may add in another order: seen with one row, on a CPU with AVX-512."""
+    tensors = {f"{length * 'long'}.weight": torch.randn(16, 16) for length in range(9)} | {"odd": torch.ones(3)}
+    save = write_safetensors if writer == "ours" else safetensors.torch.save_file
+    starts, row = [], torch.randn(1, 16)
+    for name in tensors:  # a longer name makes a longer header
+        file = tmp_path / f"{name[:40]}.safetensors"
+        save({name: tensors[name], "last": torch.ones(3)}, file, {"format": "pt"})
+        entry = describe(file)[name]
+        starts.append(entry["data_offsets"][0] % ALIGNMENT)
+        weight = load_offloaded_weight(file, entry)
+        assert weight.data_ptr() % ALIGNMENT == 0 and torch.equal(weight, tensors[name])
+        if weight.dim() == 2:
+            assert torch.equal(F.linear(row, weight), F.linear(row, tensors[name]))
+    assert any(starts) == (writer == "library")
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
@@ -561,8 +583,8 @@ def test_weights_are_offloaded_into_no_checkpoint(shards, tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts mappings as Linux lists them")
 def test_many_weights_of_one_file_take_no_file_handles(tmp_path):
     resource = pytest.importorskip("resource")
-    tensors = {str(i): torch.full((2,), float(i)) for i in range(300)}
-    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    tensors = {str(i): torch.full((16,), float(i)) for i in range(300)}
+    write_safetensors(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, limit[1]))
     try:
@@ -1070,7 +1092,8 @@ def test_a_full_disk_while_offloading_leaves_nothing(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    for step in (step02, step07):
+        monkeypatch.setattr(step, "write_safetensors", full)
     folder = tmp_path / "o"
     folder.mkdir()
     refuses(empty_pair(), tmp_path / "c.bin", "No space left", "Free some space", error=OSError, offload_folder=folder)
