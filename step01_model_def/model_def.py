@@ -61,6 +61,9 @@ class TinyTransformerClassifier(nn.Module):
         options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
         layer = nn.TransformerEncoderLayer(hidden_size, num_heads, 4 * hidden_size, **options)
         self.encoder = nn.TransformerEncoder(layer, num_layers)
+        for parameter in self.encoder.parameters():
+            if parameter.dim() > 1:  # else all layers are equal, and a mistaken one would not be noticed
+                nn.init.xavier_uniform_(parameter)
         self.classifier = nn.Linear(hidden_size, num_classes)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

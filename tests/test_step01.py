@@ -103,3 +103,10 @@ def test_an_error_that_can_be_mended_is_one_line():
         run_script(fails)
     with pytest.raises(ZeroDivisionError):
         run_script(lambda: 1 / 0)
+
+
+def test_every_layer_has_its_own_values():
+    """`nn.TransformerEncoder` copies one layer; then no comparison of logits would notice one in another's place."""
+    layers = TinyTransformerClassifier(**CONFIGS["tiny"]).encoder.layers
+    weights = [torch.cat([p.flatten() for p in layer.parameters() if p.dim() > 1]) for layer in layers]
+    assert not any(torch.equal(a, b) for a in weights for b in weights if a is not b)
