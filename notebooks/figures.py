@@ -138,7 +138,7 @@ def device_name(device: int | str) -> str:
 
 
 def device_bars(plans: dict, title: str) -> plt.Figure:
-    """Draw for several plans what each device holds, unit by unit, in MB, beside its budget.
+    """Draw for several plans what each device holds, unit by unit, in MiB, beside its budget.
 
     `plans` maps a label to the books of step 5 (a `Packer`).
     """
@@ -149,16 +149,16 @@ def device_bars(plans: dict, title: str) -> plt.Figure:
             start = 0
             for unit in packer.units:
                 if packer.place_of[unit.name] == device:
-                    size = sum(unit.sizes.values()) / 1e6
+                    size = sum(unit.sizes.values()) / 2**20
                     axes.barh(row, size, left=start, color=device_colour(device), edgecolor="white", height=0.7)
                     start += size
             if packer.budget[device] < 1e3 * max(packer.used.values()):
-                budget = packer.budget[device] / 1e6
+                budget = packer.budget[device] / 2**20
                 axes.plot([budget, budget], [row - 0.45, row + 0.45], "--", color=COLOURS["bound"], linewidth=1)
         axes.set_yticks(range(len(devices)), [device_name(device) for device in devices])
         axes.invert_yaxis()
         axes.set_ylabel(label, rotation=0, ha="right", va="center", labelpad=45)
-    axes.set_xlabel("bytes held (MB); dashed: the budget")
+    axes.set_xlabel("bytes held (MiB); dashed: the budget")
     figure.suptitle(title, fontsize=12)
     figure.tight_layout()
     return figure
@@ -208,10 +208,28 @@ def timeline(happened, forecast_bytes: int, title: str) -> plt.Figure:
     above.set_title(title)
     milliseconds = [1e3 * event.seconds for event in happened.events]
     below.step(
-        milliseconds, [size / 1e6 for size in happened.resident_bytes], where="post", color=COLOURS["anonymous"]
+        milliseconds, [size / 2**20 for size in happened.resident_bytes], where="post", color=COLOURS["anonymous"]
     )
-    below.axhline(forecast_bytes / 1e6, color=COLOURS["bound"], linestyle="--", linewidth=1)
-    below.text(0, forecast_bytes / 1e6, " the plan's forecast", va="bottom", fontsize=10)
-    below.set(xlabel="time (ms)", ylabel="on the device (MB)", ylim=(0, 1.25 * forecast_bytes / 1e6))
+    below.axhline(forecast_bytes / 2**20, color=COLOURS["bound"], linestyle="--", linewidth=1)
+    below.text(0, forecast_bytes / 2**20, " the plan's forecast", va="bottom", fontsize=10)
+    below.set(xlabel="time (ms)", ylabel="on the device (MiB)", ylim=(0, 1.25 * forecast_bytes / 2**20))
+    figure.tight_layout()
+    return figure
+
+
+def two_streams(schedules: dict[str, dict], title: str) -> plt.Figure:
+    """Draw when each block is copied and when it computes, for several schedules: stream -> begin and end in ms."""
+    figure, rows = plt.subplots(len(schedules), 1, figsize=(8, 1.25 * len(schedules) + 1), sharex=True, squeeze=False)
+    for axes, (label, streams) in zip(rows[:, 0], schedules.items(), strict=True):
+        for row, (stream, colour) in enumerate({"copy": "transfer", "compute": "compute"}.items()):
+            for number, (begin, end) in enumerate(streams[stream]):
+                axes.barh(row, end - begin, left=begin, color=COLOURS[colour], edgecolor="white", height=0.8)
+                ink = "black" if stream == "copy" else "white"
+                axes.text((begin + end) / 2, row, number, ha="center", va="center", fontsize=9, color=ink)
+        axes.set_yticks([0, 1], ["copy", "compute"])
+        axes.invert_yaxis()
+        axes.set_ylabel(label, rotation=0, ha="right", va="center", labelpad=55)
+    axes.set_xlabel("time (ms)")
+    figure.suptitle(title, fontsize=12)
     figure.tight_layout()
     return figure

@@ -1,12 +1,12 @@
 """A race on one machine: the same checkpoint, map, dtype and threads, with Accelerate, with Transformers, and by hand.
 
-You learn what offloading to disk costs in time and memory, and how to compare without fooling yourself: every run
-in a process of its own, the order rotated, cold and warm files apart, floors measured beside, outputs compared.
-Prints one line a rival, and each goal with what was reached; writes `artifacts/versus/MODEL.json`.
+You learn what offloading costs in time and memory, and how to compare without fooling yourself: every run in a
+process of its own, the order rotated, cold and warm files apart, floors measured beside, outputs compared.
+Prints one line a rival, and each goal with what was reached; writes `artifacts/versus/MODEL.json`. With
+`--on accelerator` the blocks come from RAM or the disk to an accelerator, where the rest is.
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import os
@@ -33,7 +33,8 @@ from step02_checkpoint.build_checkpoint import (
     ARTIFACTS, ensure_checkpoint, save_sharded_checkpoint, tensor_files, write_whole,
 )  # fmt: skip
 from step03_meta_build.meta_build import build_empty, init_empty_weights, warm_up
-from step05_device_map.device_map import cut_into_units, find_blocks
+from step05_device_map.device_map import accelerators, cut_into_units, find_blocks
+from step06_hooks_offload.hooks_offload import align_hooks, copy_ahead, real_device
 from step07_disk_offload.disk_offload import (
     describe, load_checkpoint_and_dispatch, load_checkpoint_in_model, read_ahead,
 )  # fmt: skip
@@ -73,11 +74,11 @@ def build(name: str) -> nn.Module:
         return LlamaForCausalLM(llama_config()).eval()
 
 
-def blocks_on_disk(model: nn.Module) -> dict[str, str]:
-    """Make the map that all rivals run: every block on disk, the rest in RAM."""
+def blocks_on(place: str, model: nn.Module, rest: str | int = "cpu") -> dict[str, str | int]:
+    """Make the map that all rivals run: every block in one place, the rest in another."""
     blocks = find_blocks(model)
     units, _ = cut_into_units(model, blocks)
-    return {key: "disk" if unit.name in blocks else "cpu" for unit in units for key in unit.keys}
+    return {key: place if unit.name in blocks else rest for unit in units for key in unit.keys}
 
 
 def block_classes(model: nn.Module) -> list[str]:
@@ -97,7 +98,7 @@ def resident(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
 
 def ours(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
     """Read each block where it lies, when it runs."""
-    return load_checkpoint_and_dispatch(model := build(name), checkpoint, blocks_on_disk(model))
+    return load_checkpoint_and_dispatch(model := build(name), checkpoint, blocks_on("disk", model))
 
 
 def ours_read_ahead(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
@@ -111,7 +112,7 @@ def accelerate_dat(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
 
     model = build(name)
     options = {"offload_folder": scratch, "preload_module_classes": block_classes(model)}
-    return accelerate.load_checkpoint_and_dispatch(model, str(checkpoint), blocks_on_disk(model), **options)
+    return accelerate.load_checkpoint_and_dispatch(model, str(checkpoint), blocks_on("disk", model), **options)
 
 
 def accelerate_safetensors(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
@@ -119,7 +120,7 @@ def accelerate_safetensors(name: str, checkpoint: Path, scratch: Path) -> nn.Mod
     import accelerate
 
     model = build(name)
-    load_checkpoint_in_model(model, checkpoint, device_map := blocks_on_disk(model))
+    load_checkpoint_in_model(model, checkpoint, device_map := blocks_on("disk", model))
     index = {n: {"safetensors_file": str(f), "weight_name": n} for n, f in tensor_files(checkpoint)[0].items()}
     index = {n: entry | {"dtype": "float32"} for n, entry in index.items()}
     options = {"main_device": "cpu", "offload_index": index, "preload_module_classes": block_classes(model)}
@@ -130,17 +131,83 @@ def transformers_from_pretrained(name: str, checkpoint: Path, scratch: Path) -> 
     """Transformers' `from_pretrained`; only for a model of its own."""
     from transformers import LlamaForCausalLM
 
-    options = {"device_map": blocks_on_disk(build(name)), "offload_folder": scratch}
+    options = {"device_map": blocks_on("disk", build(name)), "offload_folder": scratch}
     return LlamaForCausalLM.from_pretrained(checkpoint, **options).eval()
 
 
-RIVALS = {
+ON_CPU = {
     "resident": resident,
     "ours": ours,
     "ours_read_ahead": ours_read_ahead,
     "accelerate_dat": accelerate_dat,
     "accelerate_safetensors": accelerate_safetensors,
     "transformers_from_pretrained": transformers_from_pretrained,
+}
+
+# The same on an accelerator. There the host's memory matters, too: pageable, pinned, or a file's.
+
+
+def gpu_resident(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+    """Hold everything on the accelerator."""
+    return load_checkpoint_and_dispatch(build(name), checkpoint, {"": 0}, force_hooks=True)
+
+
+def gpu_ours(name: str, checkpoint: Path, scratch: Path, place: str = "cpu") -> nn.Module:
+    """Copy each block from RAM when it runs."""
+    return load_checkpoint_and_dispatch(model := build(name), checkpoint, blocks_on(place, model, 0))
+
+
+def gpu_ours_pinned(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+    """Copy each block from pinned memory when it runs."""
+    model = gpu_ours(name, checkpoint, scratch)
+    for hook in [hook for module in model.modules() for hook in align_hooks(module)]:
+        for key in hook.to_bring():
+            hook.weights_map[key] = hook.weights_map[key].pin_memory()
+    return model
+
+
+def gpu_ours_copy_ahead(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+    """Copy each block from RAM, through pinned memory, while the one before it computes."""
+    return copy_ahead(gpu_ours(name, checkpoint, scratch))
+
+
+def gpu_ours_disk(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+    """Copy each block from its file when it runs."""
+    return gpu_ours(name, checkpoint, scratch, "disk")
+
+
+def gpu_ours_disk_copy_ahead(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+    """Read each block, and copy it, while the one before it computes."""
+    return copy_ahead(read_ahead(gpu_ours_disk(name, checkpoint, scratch)))
+
+
+def gpu_accelerate(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+    """Accelerate's `dispatch_model` with the blocks in RAM."""
+    import accelerate
+
+    load_checkpoint_in_model(model := build(name), checkpoint, {"": "cpu"})
+    options = {"main_device": 0, "preload_module_classes": block_classes(model)}
+    return accelerate.dispatch_model(model, blocks_on("cpu", model, 0), **options)
+
+
+def gpu_accelerate_disk(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+    """Accelerate's `load_checkpoint_and_dispatch`, which writes what is offloaded to `.dat` files first."""
+    import accelerate
+
+    model = build(name)
+    options = {"offload_folder": scratch, "preload_module_classes": block_classes(model)}
+    return accelerate.load_checkpoint_and_dispatch(model, str(checkpoint), blocks_on("disk", model, 0), **options)
+
+
+ON_ACCELERATOR = {
+    "gpu_resident": gpu_resident,
+    "gpu_ours": gpu_ours,
+    "gpu_ours_pinned": gpu_ours_pinned,
+    "gpu_ours_copy_ahead": gpu_ours_copy_ahead,
+    "gpu_ours_disk": gpu_ours_disk,
+    "gpu_ours_disk_copy_ahead": gpu_ours_disk_copy_ahead,
+    "gpu_accelerate": gpu_accelerate,
+    "gpu_accelerate_disk": gpu_accelerate_disk,
 }
 
 # --- one run, in a process of its own ---------------------------------------------------------------------
@@ -209,7 +276,7 @@ def run_once(rival: str, name: str, tokens: int, temperature: str) -> dict:
             forget(checkpoint)
         with MemoryPeaks() if temperature == "memory" else nullcontext() as peaks:
             start = time.perf_counter()
-            model = RIVALS[rival](name, checkpoint, scratch)
+            model = (ON_CPU | ON_ACCELERATOR)[rival](name, checkpoint, scratch)
             measured["load_seconds"] = time.perf_counter() - start
         if temperature == "memory":
             measured |= {f"loading_{kind}": peak for kind, peak in peaks.peaks.items()}
@@ -219,7 +286,7 @@ def run_once(rival: str, name: str, tokens: int, temperature: str) -> dict:
             if temperature == "cold":
                 forget(checkpoint, scratch)
             start, before = time.perf_counter(), bytes_from_disk()
-            output = model(ids)
+            output = model(ids)  # it comes back to the CPU, where the ids are, and so has been computed
             seconds.append(time.perf_counter() - start)
             read.append(bytes_from_disk() - before)
         measured |= {"forward_seconds": statistics.median(seconds), "bytes_from_disk": statistics.median(read)}
@@ -227,6 +294,8 @@ def run_once(rival: str, name: str, tokens: int, temperature: str) -> dict:
             with MemoryPeaks() as peaks:
                 model(ids)
             measured |= {f"running_{kind}": peak for kind, peak in peaks.peaks.items()}
+        peak = getattr(torch.get_device_module(), "max_memory_allocated", None)
+        measured["device_peak_bytes"] = peak() if peak else 0
         logits = getattr(output, "logits", output)
         measured["output"] = hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
     return measured
@@ -234,7 +303,7 @@ def run_once(rival: str, name: str, tokens: int, temperature: str) -> dict:
 
 def read_once(name: str, temperature: str) -> dict:
     """Read the bytes of all blocks, and do nothing with them: the floor of what a forward from disk takes."""
-    checkpoint, device_map = prepare(name), blocks_on_disk(build(name))
+    checkpoint, device_map = prepare(name), blocks_on("disk", build(name))
     prefixes = tuple(f"{key}." for key, place in device_map.items() if place == "disk")
     files, _ = tensor_files(checkpoint)
     ranges = [entry for file in set(files.values()) for entry in describe(file).values()]
@@ -252,6 +321,23 @@ def read_once(name: str, temperature: str) -> dict:
     return {"forward_seconds": statistics.median(seconds)}
 
 
+def copy_once(name: str) -> dict:
+    """Copy the bytes of all blocks from pinned memory to the accelerator: the floor of what a forward takes there."""
+    model, device = build(name), real_device(0)
+    size = sum(parameter.nbytes for block in find_blocks(model).values() for parameter in block.parameters())
+    pinned, there = (
+        torch.empty(size, dtype=torch.uint8).pin_memory(),
+        torch.empty(size, dtype=torch.uint8, device=device),
+    )
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        there.copy_(pinned, non_blocking=True)
+        there[-1:].cpu()  # waits for it
+        seconds.append(time.perf_counter() - start)
+    return {"forward_seconds": statistics.median(seconds), "bytes": size}
+
+
 # --- the race ---------------------------------------------------------------------------------------------
 
 
@@ -267,13 +353,27 @@ def in_a_process(rival: str, name: str, tokens: int, temperature: str) -> dict:
 
 def race(name: str, tokens: int, repetitions: int) -> dict:
     """Run all rivals, cold and warm, the order rotated; returns rival -> temperature -> medians."""
-    rivals = ["raw_read", *RIVALS]
+    rivals = dict.fromkeys(["raw_read", *ON_CPU], ("cold", "warm"))
     if name != "llama":
-        rivals.remove("transformers_from_pretrained")
+        del rivals["transformers_from_pretrained"]
+    return run_all(rivals, name, tokens, repetitions)
+
+
+def race_on_accelerator(name: str, tokens: int, repetitions: int) -> dict:
+    """Run all rivals on the accelerator, the order rotated; returns rival -> temperature -> medians."""
+    if not accelerators():
+        raise ValueError("this machine has no accelerator; without `--on accelerator` the race is run on the CPU")
+    rivals = {rival: ("cold", "warm") if "disk" in rival else ("warm",) for rival in ["raw_copy", *ON_ACCELERATOR]}
+    return run_all(rivals, name, tokens, repetitions)
+
+
+def run_all(rivals: dict[str, tuple], name: str, tokens: int, repetitions: int) -> dict:
+    """Run rivals in turn, each in a process of its own; returns rival -> temperature -> medians."""
     prepare(name)
-    turns = [rivals[turn % len(rivals) :] + rivals[: turn % len(rivals)] for turn in range(repetitions)]
-    runs = [(rival, temperature) for turn in turns for rival in turn for temperature in ("cold", "warm")]
-    runs += [(rival, "memory") for rival in rivals if rival != "raw_read"]
+    names = list(rivals)
+    turns = [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(repetitions)]
+    runs = [(rival, temperature) for turn in turns for rival in turn for temperature in rivals[rival]]
+    runs += [(rival, "memory") for rival in rivals if rival in ON_CPU]
     measured = {}
     for rival, temperature in tqdm(runs, desc="runs", disable=None):
         measured.setdefault((rival, temperature), []).append(in_a_process(rival, name, tokens, temperature))
@@ -318,6 +418,18 @@ def goals(results: dict) -> dict[str, tuple[float, float]]:
     }  # fmt: skip
 
 
+def goals_on_accelerator(results: dict) -> dict[str, tuple[float, float]]:
+    """Compare medians with what was aimed at: goal -> (what was reached, the limit)."""
+    seconds = {rival: found["warm"]["forward_seconds"] for rival, found in results.items()}
+    best, floor = seconds["gpu_ours_copy_ahead"], max(seconds["raw_copy"], seconds["gpu_resident"])
+    return {
+        "forward_over_floor": (best / floor, 1.2),
+        "forward_over_accelerate": (best / seconds["gpu_accelerate"], 1.0),
+        "forward_over_pinned_without_overlap": (best / seconds["gpu_ours_pinned"], 1.0),
+        "disk_forward_over_accelerate": (seconds["gpu_ours_disk_copy_ahead"] / seconds["gpu_accelerate_disk"], 1.0),
+    }
+
+
 def is_complete(results: dict) -> bool:
     """Tell whether every rival has all its measures."""
     wanted = {"resident", "ours", "ours_read_ahead", "accelerate_dat", "accelerate_safetensors", "raw_read"}
@@ -336,23 +448,31 @@ def main() -> None:
     parser.add_argument("--config", default="medium", choices=["tiny", "small", "medium", "llama"])
     parser.add_argument("--tokens", type=int, default=64, help="of each of 4 sequences: more compute, same bytes")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--on", default="cpu", choices=["cpu", "accelerator"], help="where everything computes")
     parser.add_argument("--one", nargs=2, metavar=("RIVAL", "TEMPERATURE"), help="be one run, and print it as JSON")
     args = parser.parse_args()
     if args.one:
         rival, temperature = args.one
-        how = read_once if rival == "raw_read" else functools.partial(run_once, rival, tokens=args.tokens)
-        print(json.dumps(how(name=args.config, temperature=temperature)))
+        if rival == "raw_read":
+            measured = read_once(args.config, temperature)
+        elif rival == "raw_copy":
+            measured = copy_once(args.config)
+        else:
+            measured = run_once(rival, args.config, args.tokens, temperature)
+        print(json.dumps(measured))
         return
-    results = race(args.config, args.tokens, args.repetitions)
+    on_cpu = args.on == "cpu"
+    results = (race if on_cpu else race_on_accelerator)(args.config, args.tokens, args.repetitions)
     for rival, found in results.items():
         for temperature, run in found.items():
             rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in run.items()}
             print(f"rival={rival} temperature={temperature}", *(f"{key}={value}" for key, value in rounded.items()))
-    for name, (reached, limit) in goals(results).items():
+    for name, (reached, limit) in (goals if on_cpu else goals_on_accelerator)(results).items():
         print(f"{name}={reached:.2f} limit={limit} reached={reached <= limit}")
     print(f"outputs_equal={outputs_equal(results)}")
     report = {"config": args.config, "tokens": args.tokens, "repetitions": args.repetitions, "machine": machine()}
-    with write_whole(ARTIFACTS / "versus" / f"{args.config}_{args.tokens}.json") as partial:
+    file = f"{args.config}_{args.tokens}.json" if on_cpu else f"{args.config}_{args.tokens}_accelerator.json"
+    with write_whole(ARTIFACTS / "versus" / file) as partial:
         partial.write_text(json.dumps(report | {"results": results}, indent=2))
 
 

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import ChainMap, namedtuple
 from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 try:
     from step01_model_def.model_def import fixed_sequences, raise_all, run_script
@@ -289,9 +289,10 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map, self.aliases, self.reader = tied_params_map or {}, aliases or {}, reader
         self.prefix = f"{module_name}." if module_name else ""
         self.source, self.parked, self.brought, self.calls, self.lock = source, {}, {}, [], threading.RLock()
+        self.ahead = self.slot = None  # see `copy_ahead`
 
     def __getstate__(self):
-        return self.__dict__ | {"lock": None}
+        return self.__dict__ | {"lock": None, "ahead": None, "slot": None}
 
     def __setstate__(self, state):
         self.__dict__.update(state, lock=threading.RLock())
@@ -300,6 +301,11 @@ class AlignDevicesHook(ModelHook):
         """List what this hook is for: the module's own tensors, or all in it if it is one block."""
         modules = module.named_modules() if self.place_submodules else [("", module)]
         return [(f"{name}.{key}".lstrip("."), t) for name, m in modules for key, t in own_tensors(m).items()]
+
+    def to_bring(self) -> dict[str, torch.Tensor]:
+        """List the stand-ins whose values must come from elsewhere, by their names in `weights_map`."""
+        here = self.tied_params_map
+        return {parked.full_name: parked for name, parked in self.parked.items() if self.prefix + name not in here}
 
     def init_hook(self, module):
         for name, tensor in self.tensors(module):
@@ -345,12 +351,15 @@ class AlignDevicesHook(ModelHook):
         """Give the module its values, on the execution device, in place of the stand-ins."""
         if self.brought:
             return  # by `BringFirstLayer`, a moment ago
-        trace("bring", self)
+        self.slot = self.ahead.take(self) if self.ahead else None
+        if self.slot is None:
+            trace("bring", self)
+        weights = ChainMap(self.slot.views if self.slot else {}, self.weights_map)
         for name, parked in self.parked.items():
             if not isinstance(get_tensor(module, name), Parked):
                 continue  # somebody gave the module a value of its own
             here = self.tied_params_map.get(self.prefix + name)
-            value = unpark(parked, self.weights_map[parked.full_name], self.execution_device) if here is None else here
+            value = unpark(parked, weights[parked.full_name], self.execution_device) if here is None else here
             if value.requires_grad and torch.is_grad_enabled():
                 warn_of_grad_mode()
                 value.register_hook(functools.partial(refuse_gradient, self.prefix + name))
@@ -361,15 +370,21 @@ class AlignDevicesHook(ModelHook):
     def drop(self, module: nn.Module) -> None:
         """Put the stand-ins back; what the forward has changed, like BatchNorm's statistics, is kept."""
         trace("drop", self)
-        for name, (value, version) in self.brought.items():
-            current = get_tensor(module, name)
-            kept = isinstance(value, nn.Parameter) and version_of(value) == version  # batch_norm counts no version
-            if not isinstance(current, Parked) and not (current is value and kept):
-                with torch.inference_mode(False):
-                    self.weights_map[self.parked[name].full_name] = unpark(self.parked[name], current, "cpu")
-            set_tensor(module, name, self.parked[name])
-        self.brought.clear()
+        while self.brought:
+            self.put_back(module, *self.brought.popitem())
         trace("end", self)
+        if self.slot is not None:
+            slot, self.slot = self.slot, None
+            self.ahead.give_back(slot)
+
+    def put_back(self, module: nn.Module, name: str, brought: tuple[torch.Tensor, int | None]) -> None:
+        """Put one stand-in back."""
+        (value, version), current = brought, get_tensor(module, name)
+        kept = isinstance(value, nn.Parameter) and version_of(value) == version  # batch_norm counts no version
+        if not isinstance(current, Parked) and not (current is value and kept):
+            with torch.inference_mode(False):
+                self.weights_map[self.parked[name].full_name] = unpark(self.parked[name], current, "cpu")
+        set_tensor(module, name, self.parked[name])
 
     def detach_hook(self, module):
         for name, parked in self.parked.items():
@@ -439,6 +454,145 @@ def warn_of_grad_mode() -> None:
     warnings.warn(f"{text}. Run it under torch.inference_mode()", stacklevel=2)
 
 
+# --- copying ahead ----------------------------------------------------------------------------------------
+
+
+class Slot:
+    """Room for one block on an accelerator, and as much pinned memory in RAM, through which blocks get there.
+
+    A copy from pinned memory runs by itself, beside the host and the compute. So two events say when something may
+    be overwritten: `copied`, the pinned bytes are on the device; `computed`, nothing reads the room any more.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self.size, self.device, self.streams = size, device, torch.get_device_module(device)
+        self.copied, self.computed = self.streams.Event(), self.streams.Event()
+        self.origins, self.views, self.in_use = {}, {}, False
+        self.make_room()
+        with torch.inference_mode(False):  # what is made in it cannot be written to outside
+            self.pinned = torch.empty(size, dtype=torch.uint8).pin_memory()
+
+    @torch.inference_mode(False)
+    def make_room(self) -> None:
+        """Take memory on the device, in which nothing is yet."""
+        self.room = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        self.block, self.users = None, 0
+
+    def holds(self, block: AlignDevicesHook) -> bool:
+        """Tell whether a block was copied here, and is still what it is copied from."""
+        if self.block is not block:
+            return False
+        now, then = origins(block), self.origins
+        return all(now[name][0] is then[name][0] and now[name][1] == then[name][1] for name in then)
+
+    def count_users(self) -> int:
+        """Count the tensors that lie in the room."""
+        return torch._C._storage_Use_Count(self.room.untyped_storage()._cdata)
+
+
+class CopyAhead:
+    """Two slots, through which the offloaded blocks of a model pass in turn: one computes, the next is copied.
+
+    `successor` has for each block the one that ran after it the last time. It is only a hint: a block that is in no
+    slot when it runs is copied then. The host fills pinned memory while the accelerator computes what it was
+    told to before, so no thread is needed.
+    """
+
+    def __init__(self, blocks: list[AlignDevicesHook], device: torch.device):
+        self.device, self.streams, self.lock = device, torch.get_device_module(device), threading.Lock()
+        self.stream, self.last = self.streams.Stream(device), None
+        size = max(sum(aligned(parked.nbytes) for parked in block.to_bring().values()) for block in blocks)
+        self.slots = Slot(size, device), Slot(size, device)
+        for slot in self.slots:
+            slot.computed.record(self.streams.current_stream(device))  # by whoever had its memory before
+        self.successor = dict(zip(blocks, blocks[1:] + blocks[:1], strict=True))  # until it has run once
+
+    def take(self, block: AlignDevicesHook) -> Slot | None:
+        """Give the slot that has a block, and let what computes wait for the copy; None if both are in use."""
+        with self.lock:
+            self.successor[self.last] = block
+            self.last = block
+            free = [slot for slot in self.slots if not slot.in_use]
+            if not free or torch.is_grad_enabled():  # autograd would keep what is overwritten
+                return None
+            slot = next((slot for slot in free if slot.holds(block)), free[0])
+            if not slot.holds(block):
+                self.fill(slot, block)
+            slot.in_use = True
+            self.streams.current_stream(self.device).wait_event(slot.copied)
+            return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Take back a slot when the accelerator was told all that reads it, and copy the next block to the other."""
+        with self.lock:
+            if slot.count_users() > slot.users:  # an output is a part of a weight: leave it the memory
+                slot.make_room()
+            slot.computed.record(self.streams.current_stream(self.device))
+            slot.in_use = False
+            following = self.successor[self.last]
+            free = [other for other in self.slots if other is not slot and not other.in_use]
+            if free and not any(other.holds(following) for other in self.slots):
+                with suppress(Exception):  # when it is that block's turn, it is told
+                    self.fill(free[0], following)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fill(self, slot: Slot, block: AlignDevicesHook) -> None:
+        """Copy a block to pinned memory now, and from there to the device while others compute."""
+        trace("bring", block)
+        slot.block, slot.views, end = None, {}, 0
+        slot.copied.synchronize()  # the pinned memory has been read
+        slot.origins = origins(block)
+        for name, parked in block.to_bring().items():
+            value = block.weights_map[name]
+            like = torch.empty_like(value, dtype=parked.dtype, device="meta")  # strides, too, as `.to` makes them
+            begin, end = end, end + aligned(like.nbytes)
+            view_as(slot.pinned[begin:end], like).copy_(value)
+            slot.views[name] = view_as(slot.room[begin:end], like).data  # `data`: each counts its own changes
+        self.stream.wait_event(slot.computed)
+        with self.streams.stream(self.stream):
+            slot.room[:end].copy_(slot.pinned[:end], non_blocking=True)
+            slot.copied.record(self.stream)
+        slot.room.record_stream(self.stream)  # if the model goes now, its memory waits for the copy
+        slot.block, slot.users = block, slot.count_users()
+
+
+def aligned(size: int) -> int:
+    """Round a number of bytes up to where a tensor may begin, as PyTorch does on an accelerator."""
+    return -(-size // 512) * 512
+
+
+def view_as(room: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of bytes: the dtype, shape and strides are those of another."""
+    return room[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def origins(block: AlignDevicesHook) -> dict[str, tuple]:
+    """Say where a block's values come from, without reading them: a tensor and its version, or a file's entry."""
+    found = {}
+    for name in block.to_bring():
+        part = next(part for part in getattr(block.weights_map, "maps", [block.weights_map]) if name in part)
+        source = getattr(part, "weights", part)[name]  # step 7's mapping has entries of files
+        found[name] = source, version_of(source) if isinstance(source, torch.Tensor) else 0
+    return found
+
+
+def copy_ahead(model: nn.Module) -> nn.Module:
+    """Copy the next block to the accelerator while one computes; returns the model, which is dispatched already.
+
+    It takes memory for two blocks of the largest one's size, on the device and, pinned, in RAM: plan with the
+    `headroom` of one. Where nothing is copied beside the compute (the CPU, MPS), blocks are brought as before.
+    """
+    blocks = [hook for module in model.modules() for hook in align_hooks(module) if hook.to_bring()]
+    for device in {torch.device(block.execution_device) for block in blocks}:
+        if device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream"):
+            here = [block for block in blocks if torch.device(block.execution_device) == device]
+            ahead = CopyAhead(here, device)
+            for block in here:
+                block.ahead = ahead
+    return model
+
+
 # --- what happened ----------------------------------------------------------------------------------------
 
 
@@ -461,7 +615,8 @@ class OffloadTrace:
         self.hooks = [hook for module in self.model.modules() for hook in align_hooks(module)]
         devices = [torch.device(hook.execution_device) for hook in self.hooks if hook.parked]
         held = {id(t): t.nbytes for _, t in named_tensors(self.model) if t.device in devices or not devices}
-        self.now, self.start = sum(held.values()), time.perf_counter()
+        slots = {id(slot): slot.room.nbytes for hook in self.hooks if hook.ahead for slot in hook.ahead.slots}
+        self.now, self.start = sum(held.values()) + sum(slots.values()), time.perf_counter()
         OffloadTrace.active.append(self)
         return self
 
@@ -476,7 +631,7 @@ class OffloadTrace:
     def record(self, kind: str, hook: "AlignDevicesHook") -> None:
         """Note that something begins or ends for a hook's block."""
         size = sum(p.nbytes for name, p in hook.parked.items() if hook.prefix + name not in hook.tied_params_map)
-        self.now += {"run": size, "end": -size}.get(kind, 0)
+        self.now += {"run": size, "end": -size}.get(kind, 0) if hook.slot is None else 0  # a slot is always there
         self.resident_bytes.append(self.now)
         name, device = hook.prefix.removesuffix("."), str(hook.execution_device)
         self.events.append(Event(time.perf_counter() - self.start, kind, name, size, hook.source, device))

@@ -13,12 +13,15 @@ import torch
 from conftest import facts
 from torch import nn
 
+from step01_model_def.model_def import fixed_sequences
 from step02_checkpoint.build_checkpoint import build_model
 from step03_meta_build.meta_build import init_empty_weights
 from step04_to_empty_load.load_with_meta import find_tied_parameters, named_tensors
 from step05_device_map.device_map import forecast, infer_auto_device_map, replay
 from step06_hooks_offload import hooks_offload as step06
 from step06_hooks_offload.hooks_offload import (
+    align_hooks,
+    copy_ahead,
     AlignDevicesHook,
     ModelHook,
     OffloadTrace,
@@ -874,7 +877,10 @@ def test_on_fake_gpus_a_missing_hook_is_caught(two_fake_gpus):
 # --- on a GPU
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@on_cuda
 @pytest.mark.parametrize(
     "device_map", [{"": 0}, {"": 0, "encoder.layers.1": "cpu"}, {"": "cpu", "token_embedding": 0}]
 )
@@ -883,6 +889,22 @@ def test_on_cuda_every_map_gives_the_resident_models_values(device_map):
     model = dispatch_model(build_model("tiny"), device_map)
     assert torch.equal(call(model, IDS), expected)
     assert_same(dict(undispatch(model).state_dict()), dict(build_model("tiny").state_dict()))
+
+
+@on_cuda
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": 0, "encoder": "cpu"}, {"": 0, "encoder.layers.1": "cpu"}])
+def test_on_cuda_blocks_that_are_copied_ahead_compute_the_same(device_map):
+    ids = fixed_sequences(1000)
+    expected = call(build_model("small").cuda(), ids.cuda()).cpu()
+    model = copy_ahead(dispatch_model(build_model("small"), device_map, main_device=0))
+    for _ in range(30):
+        assert torch.equal(call(model, ids), expected)
+    ahead = next(hook.ahead for module in model.modules() for hook in align_hooks(module) if hook.ahead)
+    assert all(slot.pinned.is_pinned() and not slot.in_use for slot in ahead.slots)
+    with OffloadTrace(model) as happened:
+        call(model, ids)
+    held = torch.cuda.memory_allocated() - happened.peak_resident_bytes
+    assert 0 <= held < 2**24, "resident weights and two blocks, and what cuBLAS keeps"
 
 
 # --- the command

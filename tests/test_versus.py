@@ -35,7 +35,7 @@ def test_goals_are_ratios_of_one_run():
 
 def test_every_rival_runs_the_same_map():
     model = versus.build("tiny")
-    device_map = versus.blocks_on_disk(model)
+    device_map = versus.blocks_on("disk", model)
     assert [key for key, place in device_map.items() if place == "disk"] == [f"encoder.layers.{i}" for i in range(3)]
     assert set(device_map.values()) == {"cpu", "disk"} and versus.block_classes(model) == ["TransformerEncoderLayer"]
 
@@ -62,3 +62,34 @@ def test_one_run_reports_its_measures():
         outputs.add(run.get("output"))
         assert run["forward_seconds"] > 0 and (rival == "raw_read" or run["bytes_from_disk"] >= 0)
     assert len(outputs) == 2
+
+
+ON_A_PRETEND_GPU = """
+import contextlib, io
+from notebooks import pretend_gpu, versus_accelerate as versus
+pretend_gpu.install()
+results = {}
+for rival in versus.ON_ACCELERATOR:
+    if "accelerate" not in rival:
+        with contextlib.redirect_stderr(io.StringIO()):
+            results[rival] = {"warm": versus.run_once(rival, "tiny", 8, "warm")}
+results["on the CPU"] = {"warm": versus.run_once("resident", "tiny", 8, "warm")}
+assert versus.outputs_equal(results), results
+results["raw_copy"] = {"warm": versus.copy_once("tiny")}
+for rival in ("gpu_accelerate", "gpu_accelerate_disk"):
+    results[rival] = results["raw_copy"]
+print(len(versus.goals_on_accelerator(results)))
+"""
+
+
+def test_every_way_on_an_accelerator_computes_what_the_cpu_does():
+    """Accelerate's own are left out: it does not know the pretend GPU."""
+    ensure_checkpoint("tiny")
+    child = subprocess.run([sys.executable, "-c", ON_A_PRETEND_GPU], capture_output=True, text=True, cwd=ROOT)
+    assert child.returncode == 0 and child.stdout == "4\n", child.stderr
+
+
+def test_the_race_on_an_accelerator_says_that_there_is_none(monkeypatch):
+    monkeypatch.setattr(versus, "accelerators", list)
+    with pytest.raises(ValueError, match="no accelerator; without `--on accelerator`"):
+        versus.race_on_accelerator("tiny", 8, 1)
