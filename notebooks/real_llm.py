@@ -245,8 +245,8 @@ def run_once(way: str, folder: Path, device_map: dict, prompt: str, max_new_toke
     """Load the model one way and let it answer; returns the tokens, seconds, and peaks of memory in bytes.
 
     Anonymous memory is counted while it loads and runs. Pages of files are counted while it runs: the system may
-    take them back at any time. (Both are 0 where the system is not Linux.) The time of a token includes its share
-    of reading the prompt.
+    take them back at any time. (Both are 0 where the system is not Linux.) The first token, which includes reading
+    the prompt, is timed apart.
     """
     tokenizer = library().AutoTokenizer.from_pretrained(folder)
     import accelerate  # noqa: F401  before anything is measured, for all ways
@@ -264,13 +264,17 @@ def run_once(way: str, folder: Path, device_map: dict, prompt: str, max_new_toke
             with MemoryPeaks(before) as running:
                 answer(model, inputs, 2)
             start = time.perf_counter()
+            answer(model, inputs, 1)
+            first = time.perf_counter() - start
             tokens = answer(model, inputs, max_new_tokens)
-            seconds = (time.perf_counter() - start) / len(tokens)
+            others = time.perf_counter() - start - 2 * first
     finally:
         remove(scratch)
     anonymous = max(loading.peaks["RssAnon"], running.peaks["RssAnon"])
-    measured = {"load_seconds": load_seconds, "token_seconds": seconds, "anonymous_bytes": anonymous}
-    return {"tokens": tokens} | measured | {"file_bytes": running.peaks["RssFile"]}
+    seconds = {"load_seconds": load_seconds, "first_seconds": first, "token_seconds": first}
+    if len(tokens) > 1:
+        seconds["token_seconds"] = max(others / (len(tokens) - 1), 1e-6)
+    return {"tokens": tokens} | seconds | {"anonymous_bytes": anonymous, "file_bytes": running.peaks["RssFile"]}
 
 
 def in_a_process(way: str, folder: Path, device_map: dict, prompt: str, max_new_tokens: int) -> dict:
@@ -300,7 +304,8 @@ def table(results: dict[str, dict], costs: dict[str, int]) -> list[str]:
             continue
         moved = 0 if way == "plain" else costs["moved_bytes_per_forward"]
         memory_mb = f"anonymous_mb={run['anonymous_bytes'] / 2**20:.0f} file_mb={run['file_bytes'] / 2**20:.0f}"
-        speed = f"load_seconds={run['load_seconds']:.2f} tokens_per_second={1 / run['token_seconds']:.1f}"
+        speed = f"load_seconds={run['load_seconds']:.2f} first_seconds={run['first_seconds']:.2f}"
+        speed += f" tokens_per_second={1 / run['token_seconds']:.1f}"
         lines.append(f"{way}: {speed} {memory_mb} bytes_per_token={moved}")
     return lines
 

@@ -468,8 +468,17 @@ def read_soon(file: str, begin: int, end: int) -> None:
     Of one large request, Linux reads no more than its read-ahead window, mostly 128 KiB: so many small ones.
     """
     with suppress(OSError), Path(file).open("rb") as stream:
-        for start in range(begin, end, 2**17):
-            os.posix_fadvise(stream.fileno(), start, min(2**17, end - start), os.POSIX_FADV_WILLNEED)
+        for chunk in [chunk for chunk in range(begin, end, 2**20) if not is_cached(stream.fileno(), chunk)]:
+            for start in range(chunk, min(chunk + 2**20, end), 2**17):
+                os.posix_fadvise(stream.fileno(), start, min(2**17, end - start), os.POSIX_FADV_WILLNEED)
+
+
+def is_cached(descriptor: int, place: int) -> bool:
+    """Tell whether a byte of a file can be read without waiting; where the system does not say (macOS), it cannot."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
 
 
 def read_ahead(model: nn.Module) -> nn.Module:
@@ -488,11 +497,16 @@ def read_ahead(model: nn.Module) -> nn.Module:
 
 
 def ranges_on_disk(hook: AlignDevicesHook) -> list[tuple[str, int, int]]:
-    """List the file ranges from which a hook's weights are read."""
+    """List the file ranges from which a hook's weights are read; neighbours are one."""
     loaders = [part for part in getattr(hook.weights_map, "maps", []) if isinstance(part, OffloadedWeightsLoader)]
     names = [parked.full_name for parked in hook.parked.values()]
     entries = [loader.index[name] for loader in loaders for name in names if name in loader.index]
-    return [(entry["safetensors_file"], *entry["data_offsets"]) for entry in entries]
+    ranges = []
+    for file, begin, end in sorted((entry["safetensors_file"], *entry["data_offsets"]) for entry in entries):
+        if ranges and ranges[-1][0] == file and ranges[-1][2] == begin:
+            begin = ranges.pop()[1]
+        ranges.append((file, begin, end))
+    return ranges
 
 
 # --- the lesson -------------------------------------------------------------------------------------------
