@@ -465,12 +465,14 @@ class ReadAhead(ModelHook):
 def read_soon(file: str, begin: int, end: int) -> None:
     """Ask the system to read a part of a file, and do not wait for it.
 
-    Of one large request, Linux reads no more than its read-ahead window, mostly 128 KiB: so many small ones.
+    Of one large request, Linux reads no more than its read-ahead window, mostly 128 KiB: so many small ones. A chunk
+    whose last byte is in memory is not asked for: its first may be there because the one before it was read.
     """
     with suppress(OSError), Path(file).open("rb") as stream:
-        for chunk in [chunk for chunk in range(begin, end, 2**20) if not is_cached(stream.fileno(), chunk)]:
-            for start in range(chunk, min(chunk + 2**20, end), 2**17):
-                os.posix_fadvise(stream.fileno(), start, min(2**17, end - start), os.POSIX_FADV_WILLNEED)
+        for chunk in range(begin, end, 2**20):
+            stop = min(chunk + 2**20, end)
+            for start in range(chunk, stop, 2**17) if not is_cached(stream.fileno(), stop - 1) else ():
+                os.posix_fadvise(stream.fileno(), start, min(2**17, stop - start), os.POSIX_FADV_WILLNEED)
 
 
 def is_cached(descriptor: int, place: int) -> bool:

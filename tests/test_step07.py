@@ -1323,7 +1323,8 @@ def test_a_file_that_is_gone_is_named_by_the_read_and_not_by_the_hint(shards):
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux says what is cached")
-def test_what_is_asked_for_is_soon_cached(tmp_path):
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_asked_for_is_soon_cached(tmp_path, monkeypatch, begun):
     path = tmp_path / "f"
     path.write_bytes(os.urandom(2**22))
 
@@ -1338,11 +1339,20 @@ def test_what_is_asked_for_is_soon_cached(tmp_path):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if cached(stream):
             pytest.skip("this file system keeps files in memory")
+        if begun:  # as when the block before it was read, and the system went on a little
+            stream.read(1)
+        ends = range(2**20 - 1, 2**22, 2**20)
+        missing = sum(not step07.is_cached(stream.fileno(), end) for end in ends)
+        asked, ask = [], os.posix_fadvise
+        monkeypatch.setattr(os, "posix_fadvise", lambda *args: (asked.append(args[1]), ask(*args)))
         step07.read_soon(str(path), 0, 2**22)
+        assert len(asked) == 8 * missing
         deadline = time.monotonic() + 20
         while not cached(stream) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert cached(stream) == 64
+    monkeypatch.setattr(os, "posix_fadvise", None)  # nothing is asked for that is there
+    step07.read_soon(str(path), 0, 2**22)
 
 
 # --- a writer that is killed
