@@ -460,8 +460,9 @@ def warn_of_grad_mode() -> None:
 class Slot:
     """Room for one block on an accelerator, and as much pinned memory in RAM, through which blocks get there.
 
-    A copy from pinned memory runs by itself, beside the host and the compute. So two events say when something may
-    be overwritten: `copied`, the pinned bytes are on the device; `computed`, nothing reads the room any more.
+    A copy from pinned memory runs by itself, beside the host and the compute. Two events say how far things are.
+    `copied`: the block is on the device, where it may be read, and its pinned memory may be overwritten. `computed`:
+    nothing reads the room any more, and it may be overwritten.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -469,7 +470,7 @@ class Slot:
         self.copied, self.computed = self.streams.Event(), self.streams.Event()
         self.origins, self.views, self.in_use = {}, {}, False
         self.make_room()
-        with torch.inference_mode(False):  # what is made in it cannot be written to outside
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be overwritten outside of it
             self.pinned = torch.empty(size, dtype=torch.uint8).pin_memory()
 
     @torch.inference_mode(False)
@@ -504,7 +505,7 @@ class CopyAhead:
         size = max(sum(aligned(parked.nbytes) for parked in block.to_bring().values()) for block in blocks)
         self.slots = Slot(size, device), Slot(size, device)
         for slot in self.slots:
-            slot.computed.record(self.streams.current_stream(device))  # by whoever had its memory before
+            slot.computed.record(self.streams.current_stream(device))  # earlier orders may still use that memory
         self.successor = dict(zip(blocks, blocks[1:] + blocks[:1], strict=True))  # until it has run once
 
     def take(self, block: AlignDevicesHook) -> Slot | None:
@@ -525,14 +526,14 @@ class CopyAhead:
     def give_back(self, slot: Slot) -> None:
         """Take back a slot when the accelerator was told all that reads it, and copy the next block to the other."""
         with self.lock:
-            if slot.count_users() > slot.users:  # an output is a part of a weight: leave it the memory
+            if slot.count_users() > slot.users:  # a part of a weight was returned, or kept: leave it the memory
                 slot.make_room()
             slot.computed.record(self.streams.current_stream(self.device))
             slot.in_use = False
             following = self.successor[self.last]
             free = [other for other in self.slots if other is not slot and not other.in_use]
             if free and not any(other.holds(following) for other in self.slots):
-                with suppress(Exception):  # when it is that block's turn, it is told
+                with suppress(Exception):  # only a hint: when the block runs, it is copied then, or says why not
                     self.fill(free[0], following)
 
     @torch.inference_mode(False)
@@ -548,17 +549,17 @@ class CopyAhead:
             like = torch.empty_like(value, dtype=parked.dtype, device="meta")  # strides, too, as `.to` makes them
             begin, end = end, end + aligned(like.nbytes)
             view_as(slot.pinned[begin:end], like).copy_(value)
-            slot.views[name] = view_as(slot.room[begin:end], like).data  # `data`: each counts its own changes
+            slot.views[name] = view_as(slot.room[begin:end], like).data  # `data`: if one is changed, not all are
         self.stream.wait_event(slot.computed)
         with self.streams.stream(self.stream):
             slot.room[:end].copy_(slot.pinned[:end], non_blocking=True)
             slot.copied.record(self.stream)
-        slot.room.record_stream(self.stream)  # if the model goes now, its memory waits for the copy
+        slot.room.record_stream(self.stream)  # if the model goes now, nobody gets its memory before the copy is done
         slot.block, slot.users = block, slot.count_users()
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to where a tensor may begin, as PyTorch does on an accelerator."""
+    """Round a number of bytes up to a multiple of 512, where PyTorch begins a tensor on an accelerator."""
     return -(-size // 512) * 512
 
 

@@ -10,6 +10,7 @@ import sys
 import venv
 
 import pytest
+import torch
 from conftest import ROOT, facts
 
 from step02_checkpoint.build_checkpoint import ensure_checkpoint
@@ -126,6 +127,29 @@ def ends_in_one_line(result, *parts):
     assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
     for part in parts:
         assert part in result.stderr
+
+
+OLD_DRIVER = """
+import torch, warnings
+
+def count():
+    warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old (found version 11040).")
+    return 0
+
+torch._C._accelerator_getAccelerator, torch.cuda._is_compiled = (lambda: torch.device("cuda")), (lambda: True)
+torch._C._cuda_getDeviceCount, torch._C._cuda_getCurrentRawStream = count, None
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="plays a build for CUDA on one for the CPU")
+def test_with_a_driver_that_is_too_old_the_cpu_serves(course, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(OLD_DRIVER)
+    for step in STEPS:
+        env = {"PYTHONPATH": os.pathsep.join([str(course.folder), str(tmp_path)])}
+        result = course.run(step, *QUICK.get(step, []), env=env)
+        assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+        assert step < 6 or ("driver on your system is too old" in result.stderr and result.stderr.count("\n") == 2)
+        assert step < 6 or facts(result.stdout)["logits_equal"] == "True"
 
 
 def test_a_damaged_config_ends_in_one_line(course):
