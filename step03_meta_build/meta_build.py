@@ -111,12 +111,18 @@ def dress(new: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class StayOnMeta(TorchFunctionMode):
-    """While active, moving a meta tensor to another device leaves it on meta (its dtype does change)."""
+    """While active, moving a meta tensor to another device leaves it on meta (its dtype does change).
+
+    Nor is one filled with normal numbers: it has no room for them, and PyTorch would load its compiler to find out.
+    """
 
     MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+    FILLS = (torch.Tensor.normal_, nn.init.normal_)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in self.FILLS and (tensor := kwargs.get("tensor", *args[:1])).is_meta:
+            return tensor
         if func in self.MOVES and args[0].is_meta:
             given = (*args[1:], *kwargs.values())
             dtypes = [getattr(value, "dtype", value) for value in given]  # a dtype, or a tensor that has it
@@ -211,7 +217,7 @@ def build_empty(config_name: str) -> TinyTransformerClassifier:
 
 
 def warm_up() -> None:
-    """Have PyTorch import what its first meta module needs (70 MiB of code), so that no model is blamed for it."""
+    """Have PyTorch import what its first meta module needs, so that no model is blamed for it."""
     build_empty("tiny")
 
 

@@ -177,9 +177,10 @@ class SequentialHook(ModelHook):
         return functools.reduce(lambda m, hook: hook.detach_hook(m), self.hooks, module)
 
 
-@torch.compiler.disable
 def hooked_forward(module: nn.Module, *args, **kwargs):
     """Be the forward of a module that has hooks: before, the module's own forward, after."""
+    if torch.compiler.is_compiling():  # what moves weights is not compiled; without a compiler, none is loaded
+        return torch.compiler.disable(hooked_forward)(module, *args, **kwargs)
     hooks = getattr(module._hf_hook, "hooks", [module._hf_hook])
     with ExitStack() as stack:
         for hook in hooks:

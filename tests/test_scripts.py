@@ -144,7 +144,7 @@ torch._C._cuda_getDeviceCount, torch._C._cuda_getCurrentRawStream = count, None
 @pytest.mark.skipif(torch.version.cuda is not None, reason="plays a build for CUDA on one for the CPU")
 def test_with_a_driver_that_is_too_old_the_cpu_serves(course, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(OLD_DRIVER)
-    for step in STEPS:
+    for step in (1, 5, 6, 7):
         env = {"PYTHONPATH": os.pathsep.join([str(course.folder), str(tmp_path)])}
         result = course.run(step, *QUICK.get(step, []), env=env)
         assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr

@@ -288,3 +288,16 @@ def test_a_dressed_tensor_is_no_view(like, mode):
         if not new.is_inference():
             with inference():
                 assert new[:2].requires_grad == like[:2].requires_grad
+
+
+@pytest.mark.parametrize(
+    "module", ["nn.Embedding(4, 4)", "nn.MultiheadAttention(4, 2)", "nn.Linear(2, 2).weight.data.normal_()"]
+)
+def test_a_meta_build_loads_no_compiler(module):
+    """PyTorch's `normal_` of a meta tensor loads it: a second, and 70 MiB, in each process that builds a model."""
+    build = f"with init_empty_weights():\n    {module}\nassert 'torch._dynamo' not in sys.modules"
+    peak_rss_mb(f"import sys\nfrom torch import nn\n{build}", "from step03_meta_build.meta_build import *")
+
+
+def test_steps_6_and_7_load_no_compiler():
+    peak_rss_mb("import sys, step07_disk_offload.disk_offload\nassert 'torch._dynamo' not in sys.modules", "pass")
