@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from step02_checkpoint.build_checkpoint import ensure_checkpoint
 from step03_meta_build.meta_build import dress
 from step04_to_empty_load.load_with_meta import (
-    find_tied_parameters, get_tensor, load_plain, named_tensors, names_by_tensor, retie_parameters, run,
+    empty_as, find_tied_parameters, get_tensor, load_plain, named_tensors, names_by_tensor, retie_parameters, run,
     set_tensor,
 )  # fmt: skip
 from step05_device_map.device_map import (
@@ -547,7 +547,7 @@ class CopyAhead:
         slot.origins = origins(block)
         for name, parked in block.to_bring().items():
             value = block.weights_map[name]
-            like = torch.empty_like(value, dtype=parked.dtype, device="meta")  # strides, too, as `.to` makes them
+            like = empty_as(value, "meta", parked.dtype)  # strides, too, as `.to` makes them
             begin, end = end, end + aligned(like.nbytes)
             view_as(slot.pinned[begin:end], like).copy_(value)
             slot.views[name] = view_as(slot.room[begin:end], like).data  # `data`: if one is changed, not all are

@@ -33,7 +33,7 @@ from step02_checkpoint.build_checkpoint import (
 )  # fmt: skip
 from step03_meta_build.meta_build import dress, entered
 from step04_to_empty_load.load_with_meta import (
-    build_on_meta, check_fit, find_sources, load_strict, named_tensors, names_by_tensor,
+    build_on_meta, check_fit, empty_as, find_sources, load_strict, named_tensors, names_by_tensor,
     persistent_tensors, read_checkpoint, run, set_tensor,
 )  # fmt: skip
 from step05_device_map.device_map import (
@@ -359,7 +359,7 @@ def stream_checkpoint(
     for name in tqdm(order, desc="weights", unit="tensor", disable=None):
         old = wanted[name]
         if id(old) not in made:
-            new = torch.empty_like(old, dtype=dtypes[name], device=homes[name])
+            new = empty_as(old, homes[name], dtypes[name])
             made[id(old)] = dress(new if new.is_meta else new.copy_(stored[sources[name]]), old)
     for name in order:  # from here on nothing is read, so nothing can fail
         old, new = wanted[name], made[id(wanted[name])]

@@ -148,7 +148,7 @@ def test_with_a_driver_that_is_too_old_the_cpu_serves(course, tmp_path):
         env = {"PYTHONPATH": os.pathsep.join([str(course.folder), str(tmp_path)])}
         result = course.run(step, *QUICK.get(step, []), env=env)
         assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
-        assert step < 6 or ("driver on your system is too old" in result.stderr and result.stderr.count("\n") == 2)
+        assert step < 6 or ("driver on your system is too old" in result.stderr and result.stderr.count("\n") <= 4)
         assert step < 6 or facts(result.stdout)["logits_equal"] == "True"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from step01_model_def.model_def import CONFIGS, TinyTransformerClassifier, count_meta_parameters
-from step02_checkpoint.build_checkpoint import build_model
+from step02_checkpoint.build_checkpoint import build_model, save_sharded_checkpoint
 from step03_meta_build.meta_build import (
     build_empty,
     dress,
@@ -299,5 +299,12 @@ def test_a_meta_build_loads_no_compiler(module):
     peak_rss_mb(f"import sys\nfrom torch import nn\n{build}", "from step03_meta_build.meta_build import *")
 
 
-def test_steps_6_and_7_load_no_compiler():
-    peak_rss_mb("import sys, step07_disk_offload.disk_offload\nassert 'torch._dynamo' not in sys.modules", "pass")
+def test_loading_and_running_load_no_compiler_and_no_symbols(tmp_path):
+    """`torch.empty_like` of a meta tensor imports sympy, `torch.compiler.disable` the compiler: 100 MiB together."""
+    save_sharded_checkpoint(build_model("tiny").state_dict(), tmp_path / "c")
+    load = "load_checkpoint_and_dispatch(build_empty('tiny'), folder, {'': 'cpu', 'encoder': 'disk'})"
+    forward = "with torch.inference_mode():\n    model(fixed_sequences(128))"
+    check = "assert not {'torch._dynamo', 'sympy'} & set(sys.modules)"
+    setup = f"import sys\nfrom step07_disk_offload.disk_offload import *\nfolder = Path({str(tmp_path / 'c')!r})"
+    build = "from step03_meta_build.meta_build import build_empty"
+    peak_rss_mb(f"model = {load}\n{forward}\n{check}", f"{setup}\n{build}")
