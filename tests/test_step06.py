@@ -904,7 +904,7 @@ def test_on_cuda_blocks_that_are_copied_ahead_compute_the_same(device_map):
     with OffloadTrace(model) as happened:
         call(model, ids)
     held = torch.cuda.memory_allocated() - happened.peak_resident_bytes
-    assert 0 <= held < 2**24, "resident weights and two blocks, and what cuBLAS keeps"
+    assert 0 <= held < 2**26, "resident weights and two blocks, and what cuBLAS keeps"
 
 
 # --- the command
