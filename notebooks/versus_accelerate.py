@@ -96,9 +96,9 @@ def resident(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
     return model
 
 
-def ours(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+def ours(name: str, checkpoint: Path, scratch: Path, place: str = "disk", rest: str | int = "cpu") -> nn.Module:
     """Read each block where it lies, when it runs."""
-    return load_checkpoint_and_dispatch(model := build(name), checkpoint, blocks_on("disk", model))
+    return load_checkpoint_and_dispatch(model := build(name), checkpoint, blocks_on(place, model, rest))
 
 
 def ours_read_ahead(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
@@ -106,13 +106,13 @@ def ours_read_ahead(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
     return read_ahead(ours(name, checkpoint, scratch))
 
 
-def accelerate_dat(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
+def accelerate_dat(name: str, checkpoint: Path, scratch: Path, rest: str | int = "cpu") -> nn.Module:
     """Accelerate's `load_checkpoint_and_dispatch`, which writes what is offloaded to `.dat` files first."""
     import accelerate
 
     model = build(name)
     options = {"offload_folder": scratch, "preload_module_classes": block_classes(model)}
-    return accelerate.load_checkpoint_and_dispatch(model, str(checkpoint), blocks_on("disk", model), **options)
+    return accelerate.load_checkpoint_and_dispatch(model, str(checkpoint), blocks_on("disk", model, rest), **options)
 
 
 def accelerate_safetensors(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
@@ -152,9 +152,9 @@ def gpu_resident(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
     return load_checkpoint_and_dispatch(build(name), checkpoint, {"": 0}, force_hooks=True)
 
 
-def gpu_ours(name: str, checkpoint: Path, scratch: Path, place: str = "cpu") -> nn.Module:
+def gpu_ours(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
     """Copy each block from RAM when it runs."""
-    return load_checkpoint_and_dispatch(model := build(name), checkpoint, blocks_on(place, model, 0))
+    return ours(name, checkpoint, scratch, "cpu", 0)
 
 
 def gpu_ours_pinned(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
@@ -173,7 +173,7 @@ def gpu_ours_copy_ahead(name: str, checkpoint: Path, scratch: Path) -> nn.Module
 
 def gpu_ours_disk(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
     """Copy each block from its file when it runs."""
-    return gpu_ours(name, checkpoint, scratch, "disk")
+    return ours(name, checkpoint, scratch, "disk", 0)
 
 
 def gpu_ours_disk_copy_ahead(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
@@ -191,12 +191,8 @@ def gpu_accelerate(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
 
 
 def gpu_accelerate_disk(name: str, checkpoint: Path, scratch: Path) -> nn.Module:
-    """Accelerate's `load_checkpoint_and_dispatch`, which writes what is offloaded to `.dat` files first."""
-    import accelerate
-
-    model = build(name)
-    options = {"offload_folder": scratch, "preload_module_classes": block_classes(model)}
-    return accelerate.load_checkpoint_and_dispatch(model, str(checkpoint), blocks_on("disk", model, 0), **options)
+    """Accelerate's `load_checkpoint_and_dispatch` with the blocks on disk."""
+    return accelerate_dat(name, checkpoint, scratch, 0)
 
 
 ON_ACCELERATOR = {
@@ -325,11 +321,8 @@ def copy_once(name: str) -> dict:
     """Copy the bytes of all blocks from pinned memory to the accelerator: the floor of what a forward takes there."""
     model, device = build(name), real_device(0)
     size = sum(parameter.nbytes for block in find_blocks(model).values() for parameter in block.parameters())
-    pinned, there = (
-        torch.empty(size, dtype=torch.uint8).pin_memory(),
-        torch.empty(size, dtype=torch.uint8, device=device),
-    )
-    seconds = []
+    pinned = torch.empty(size, dtype=torch.uint8).pin_memory()
+    there, seconds = torch.empty(size, dtype=torch.uint8, device=device), []
     for _ in range(5):
         start = time.perf_counter()
         there.copy_(pinned, non_blocking=True)

@@ -355,7 +355,7 @@ class AlignDevicesHook(ModelHook):
         self.slot = self.ahead.take(self) if self.ahead else None
         if self.slot is None:
             trace("bring", self)
-        weights = ChainMap(self.slot.views if self.slot else {}, self.weights_map)
+        weights = self.slot.views if self.slot else self.weights_map
         for name, parked in self.parked.items():
             if not isinstance(get_tensor(module, name), Parked):
                 continue  # somebody gave the module a value of its own
@@ -517,8 +517,9 @@ class CopyAhead:
             free = [slot for slot in self.slots if not slot.in_use]
             if not free or torch.is_grad_enabled():  # autograd would keep what is overwritten
                 return None
-            slot = next((slot for slot in free if slot.holds(block)), free[0])
-            if not slot.holds(block):
+            slot = next((slot for slot in free if slot.holds(block)), None)
+            if slot is None:
+                slot = free[0]
                 self.fill(slot, block)
             slot.in_use = True
             self.streams.current_stream(self.device).wait_event(slot.copied)

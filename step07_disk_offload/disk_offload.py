@@ -40,8 +40,8 @@ from step05_device_map.device_map import (
     forecast, parse_pairs, plan_device_map, prefixes, replay, resolve_device_map, shorten, to_dtype,
 )  # fmt: skip
 from step06_hooks_offload.hooks_offload import (
-    AlignDevicesHook, ModelHook, OffloadTrace, add_hook_to_module, align_hooks, any_hook, dispatch_model, real_device,
-    remove_hook_from_module,
+    AlignDevicesHook, ModelHook, OffloadTrace, add_hook_to_module, align_hooks, any_hook, dispatch_model, origins,
+    real_device, remove_hook_from_module,
 )  # fmt: skip
 
 # --- one weight on disk -----------------------------------------------------------------------------------
@@ -471,7 +471,9 @@ def read_soon(file: str, begin: int, end: int) -> None:
     with suppress(OSError), Path(file).open("rb") as stream:
         for chunk in range(begin, end, 2**20):
             stop = min(chunk + 2**20, end)
-            for start in range(chunk, stop, 2**17) if not is_cached(stream.fileno(), stop - 1) else ():
+            if is_cached(stream.fileno(), stop - 1):
+                continue
+            for start in range(chunk, stop, 2**17):
                 os.posix_fadvise(stream.fileno(), start, min(2**17, stop - start), os.POSIX_FADV_WILLNEED)
 
 
@@ -500,10 +502,7 @@ def read_ahead(model: nn.Module) -> nn.Module:
 
 def ranges_on_disk(hook: AlignDevicesHook) -> list[tuple[str, int, int]]:
     """List the file ranges from which a hook's weights are read; neighbours are one."""
-    loaders = [part for part in getattr(hook.weights_map, "maps", []) if isinstance(part, OffloadedWeightsLoader)]
-    names = [parked.full_name for parked in hook.parked.values()]
-    entries = [loader.index[name] for loader in loaders for name in names if name in loader.index]
-    ranges = []
+    entries, ranges = [source for source, _ in origins(hook).values() if isinstance(source, dict)], []
     for file, begin, end in sorted((entry["safetensors_file"], *entry["data_offsets"]) for entry in entries):
         if ranges and ranges[-1][0] == file and ranges[-1][2] == begin:
             begin = ranges.pop()[1]

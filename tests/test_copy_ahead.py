@@ -49,6 +49,12 @@ def check(plain, ours, *inputs):
 def ahead_of(model):
     return next(hook.ahead for module in model.modules() for hook in align_hooks(module) if hook.ahead)
 
+def on_the_cpu(model):
+    ahead = CopyAhead([align_hooks(layer)[0] for layer in model.layers], torch.device("cpu"))
+    for layer in model.layers:
+        align_hooks(layer)[0].ahead = ahead
+    return ahead
+
 def copied(model, *inputs):
     LOG.clear()
     with torch.inference_mode():
@@ -282,9 +288,7 @@ class Position(nn.Module):
 torch.Tensor.record_stream = lambda tensor, stream: None
 plain = Blocks(4, Position)
 ours = cpu_offload(copy.deepcopy(plain), "cpu")
-ahead = CopyAhead([align_hooks(layer)[0] for layer in ours.layers], torch.device("cpu"))
-for layer in ours.layers:
-    align_hooks(layer)[0].ahead = ahead
+on_the_cpu(ours)
 for mode in MODES:
     with mode():
         rows = [layer(x) for layer in ours.layers]
@@ -292,9 +296,7 @@ for mode in MODES:
             assert torch.equal(row, layer(x))
 norms = Blocks(3, lambda: nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16)))
 offloaded = cpu_offload(norms, "cpu", offload_buffers=True)
-ahead = CopyAhead([align_hooks(layer)[0] for layer in norms.layers], torch.device("cpu"))
-for layer in norms.layers:
-    align_hooks(layer)[0].ahead = ahead
+on_the_cpu(norms)
 before = dict(align_hooks(norms.layers[0])[0].weights_map)
 norms.train()(x)
 after = align_hooks(norms.layers[0])[0].weights_map
@@ -302,9 +304,7 @@ changed = {name for name in before if after[name] is not before[name]}
 assert changed == {name for name, _ in norms.named_buffers()}, "what did not change was written back"
 plain, _ = pair()
 blocks = cpu_offload(copy.deepcopy(plain), "cpu")
-ahead = CopyAhead([align_hooks(layer)[0] for layer in blocks.layers], torch.device("cpu"))
-for layer in blocks.layers:
-    align_hooks(layer)[0].ahead = ahead
+ahead = on_the_cpu(blocks)
 rooms = [slot.room.data_ptr() for slot in ahead.slots]
 for mode in [*MODES, torch.no_grad]:  # what was copied in inference mode is read outside of it
     with mode():
